@@ -1,0 +1,116 @@
+"""What goes in and out of the allocator library: work items, outcomes, closed groups.
+
+Plain msgspec structs, so that the service can put them on the wire and an embedder can log them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+PromptId = str
+"""Stable identity of a prompt (a row id, never its text)."""
+
+
+class Struct(msgspec.Struct, frozen=True):
+    pass
+
+
+class WorkItem(Struct, frozen=True, kw_only=True):
+    """One rollout to make: the `attempt`-th try at rollout `index` of `group`."""
+
+    work: int
+    """Identity of the rollout, the same for all attempts at it."""
+    attempt: int
+    """0 for the first try."""
+    group: int
+    prompt: PromptId
+    index: int
+    """Launch order within the group."""
+    step: int
+    """Training batch the group belongs to."""
+    min_version: int
+    """Oldest policy version that may sample it."""
+    reason: str
+    """Why this rollout is worth its tokens, for people."""
+
+
+class Scored(Struct, tag="scored", frozen=True, kw_only=True):
+    """A rollout with a verdict. A response cut off at the length cap is one of these, too."""
+
+    reward: float
+    tokens: int
+    """Response tokens generated."""
+    seconds: float
+    oldest_version: int
+    """Policy version of the oldest span of its tokens."""
+    truncated: bool = False
+
+
+class Unscorable(Struct, tag="unscorable", frozen=True, kw_only=True):
+    """The verifier failed, not the response: never a wrong answer."""
+
+    reason: str
+    tokens: int
+    seconds: float
+
+
+class Cancelled(Struct, tag="cancelled", frozen=True, kw_only=True):
+    reason: str
+    tokens: int = 0
+    """Tokens generated before the cancellation took effect."""
+
+
+class Failed(Struct, tag="failed", frozen=True, kw_only=True):
+    """The engine or the producer could not make this rollout."""
+
+    reason: str
+    tokens: int = 0
+
+
+class Expired(Struct, tag="expired", frozen=True, kw_only=True):
+    """Its owner died or made no progress."""
+
+    reason: str
+    tokens: int = 0
+    """Tokens it was last known to have."""
+
+
+Outcome = Scored | Unscorable | Cancelled | Failed | Expired
+
+
+class Fate(StrEnum):
+    """Where the tokens of a rollout ended. Every generated token has exactly one fate."""
+
+    PENDING = "pending"
+    TRAINED = "trained"
+    ZERO_SIGNAL = "zero_signal"
+    STALE = "stale"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    UNSCORABLE = "unscorable"
+    EVALUATION = "evaluation"
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """A scored rollout of a closed group."""
+
+    work: int
+    index: int
+    reward: float
+    tokens: int
+    oldest_version: int
+
+
+class ClosedGroup(Struct, frozen=True, kw_only=True):
+    """All work of one visit to a prompt has ended. `members` are its scored rollouts in launch order."""
+
+    group: int
+    prompt: PromptId
+    step: int
+    planned: int
+    """Rollouts the plan asked for."""
+    weight: float
+    """Weight of the prompt in the objective; the number of rollouts never changes it."""
+    members: tuple[Member, ...]

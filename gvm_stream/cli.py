@@ -1,0 +1,160 @@
+"""The command line. Heavy imports happen after the arguments are parsed, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gvm_stream.errors import ConfigError, GvmStreamError
+
+OVERRIDES = "any key of the configuration can be overridden by --section.key=value, for example --run.steps=50"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 wrong configuration or data, 130 interrupted, 1 any other error."""
+    options, rest = _parser().parse_known_args(arguments)
+    try:
+        overrides = _overrides(rest)
+        return int(options.command(options, overrides))
+    except GvmStreamError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gvm-stream",
+        description="Reinforcement learning with verifiable rewards: an asynchronous stream with an online allocator.",
+        epilog=OVERRIDES,
+    )
+    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    run = verbs.add_parser("run", help="run allocator, learner and producers on this machine", epilog=OVERRIDES)
+    run.add_argument("file", nargs="?", type=Path, help="configuration, TOML")
+    run.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in this directory")
+    run.add_argument("--plain", action="store_true", help="plain lines instead of live progress")
+    run.set_defaults(command=_run)
+
+    for name, command, text in (
+        ("allocator", _allocator, "run the allocator of a run"),
+        ("learner", _learner, "run the learner of a run"),
+        ("producer", _producer, "run a producer; start as many as you like"),
+    ):
+        verb = verbs.add_parser(name, help=text, epilog=OVERRIDES)
+        verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration, TOML")
+        if name == "producer":
+            verb.add_argument("--name", default="", help="name of this producer (default: host and process id)")
+        else:
+            verb.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+        if name == "allocator":
+            verb.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+        verb.set_defaults(command=command)
+
+    evaluate = verbs.add_parser("eval", help="held-out accuracy of a checkpoint", epilog=OVERRIDES)
+    evaluate.add_argument("--config", type=Path, required=True, metavar="FILE", help="configuration, TOML")
+    evaluate.add_argument("--checkpoint", type=Path, metavar="DIR", help="model folder (default: model.path)")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluate.set_defaults(command=_eval)
+
+    config = verbs.add_parser("config", help="print the resolved configuration and what it implies", epilog=OVERRIDES)
+    config.add_argument("file", nargs="?", type=Path, help="configuration, TOML")
+    config.add_argument("--config", type=Path, metavar="FILE", dest="config", help="the same")
+    config.add_argument("--json", action="store_true", help="print one JSON object")
+    config.set_defaults(command=_config)
+    return parser
+
+
+def _overrides(rest: Sequence[str]) -> list[str]:
+    """`--a.b=value` and `--a.b value`. Anything else is a mistake."""
+    overrides: list[str] = []
+    words = iter(rest)
+    for word in words:
+        key = word.partition("=")[0]
+        if not word.startswith("--") or "." not in key:
+            raise ConfigError(f"unknown argument {word!r}; {OVERRIDES}")
+        overrides.append(word if "=" in word else f"{word}={next(words, '')}")
+    return overrides
+
+
+def _logging(name: str) -> None:
+    from gvm_stream.process import set_up_logging
+
+    set_up_logging(name)
+
+
+def _run(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gvm_stream.config_file import load_config
+    from gvm_stream.run import run
+
+    if (options.file is None) == (options.resume is None):
+        raise ConfigError("give either a configuration file, or --resume DIR with the directory of a run")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    path = options.resume / "config.json" if options.resume else options.file
+    return run(load_config(path, overrides), resume=options.resume is not None, plain=options.plain)
+
+
+def _allocator(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gvm_stream.allocator.main import main as run_allocator
+    from gvm_stream.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    _logging("allocator")
+    run_allocator(config, resume=options.resume, supervised=options.supervised)
+    return 0
+
+
+def _learner(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gvm_stream.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    _logging("learner")
+    from gvm_stream.learner.main import main as run_learner
+
+    run_learner(config, resume=options.resume)
+    return 0
+
+
+def _producer(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gvm_stream.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    _logging(options.name or "producer")
+    from gvm_stream.producers.main import main as run_producer
+
+    run_producer(config, options.name)
+    return 0
+
+
+def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
+    from gvm_stream.config_file import load_config
+
+    config = load_config(options.config, overrides)
+    from gvm_stream.evaluate import evaluate
+
+    sys.stdout.write(evaluate(config, options.checkpoint, as_json=options.json) + "\n")
+    return 0
+
+
+def _config(options: argparse.Namespace, overrides: list[str]) -> int:
+    import msgspec
+
+    from gvm_stream.config import derived
+    from gvm_stream.config_file import documented, load_config
+
+    path = options.file or options.config
+    if path is None:
+        raise ConfigError("give a configuration file")
+    config = load_config(path, overrides)
+    implied = msgspec.to_builtins(derived(config))
+    if options.json:
+        sys.stdout.write(msgspec.json.encode({"config": config, "derived": implied}).decode() + "\n")
+        return 0
+    sys.stdout.write(documented(config))
+    sys.stdout.write("\n# What follows from it\n")
+    sys.stdout.writelines(f"# {key.replace('_', ' ')}: {value}\n" for key, value in implied.items())
+    return 0

@@ -1,0 +1,277 @@
+"""The configuration of a run: one frozen struct per part, every key with its default, bounds and meaning in place.
+
+All processes of a run read the same TOML file. This module imports nothing heavy; `config_file.py` reads files,
+applies dotted overrides and words the errors; `derived` says what a configuration implies.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class Section(msgspec.Struct, frozen=True):
+    pass
+
+
+class RunSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dir: Annotated[
+        str,
+        Meta(description="Run directory. `gvm-stream run` appends -2, -3, ... when it already holds a run."),
+    ] = "runs/default"
+    seed: Annotated[int, Meta(ge=0, description="Seed of sampling, prompt order and training.")] = 0
+    steps: Annotated[int, Meta(ge=1, description="Training batches until the run is finished.")] = 100
+    producers: Annotated[int, Meta(ge=1, description="Producer processes that `gvm-stream run` starts.")] = 1
+    producer_restarts: Annotated[
+        int, Meta(ge=0, description="How often `gvm-stream run` restarts producers that died, in all.")
+    ] = 3
+
+
+class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    path: Annotated[str, Meta(min_length=1, description="Checkpoint folder, or a hub name, of a causal LM.")]
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Meta(description="Type of the weights in producers and learner.")
+    ] = "float32"
+
+
+class ReasoningGymSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    task: Annotated[str, Meta(description="Name of a reasoning-gym task, for example chain_sum.")] = ""
+    size: Annotated[int, Meta(ge=1, description="Number of training prompts.")] = 1024
+    heldout_size: Annotated[int, Meta(ge=1, description="Number of held-out prompts.")] = 256
+    seed: Annotated[
+        int, Meta(ge=0, description="Training items use seeds seed .. seed + size - 1, held-out ones those after them.")
+    ] = 0
+    options: Annotated[dict[str, Any], Meta(description="Passed on to the task's own configuration.")] = {}
+
+
+class DataSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: Annotated[
+        Literal["jsonl", "parquet", "hub", "reasoning_gym"],
+        Meta(description="Where prompts come from. `hub` is a Hugging Face dataset: a local folder or a hub name."),
+    ] = "jsonl"
+    train: Annotated[str, Meta(description="File, folder or dataset name of the training prompts.")] = ""
+    heldout: Annotated[
+        str, Meta(description="The same for held-out prompts; empty: a share of the training rows is held out.")
+    ] = ""
+    heldout_share: Annotated[
+        float, Meta(gt=0, lt=1, description="Share held out (by a hash of the prompt) when `heldout` is empty.")
+    ] = 1 / 16
+    name: Annotated[str, Meta(description="Hub datasets: configuration name.")] = ""
+    train_split: Annotated[str, Meta(description="Hub datasets: split of the training prompts.")] = "train"
+    heldout_split: Annotated[str, Meta(description="Hub datasets: split of the held-out prompts.")] = "test"
+    prompt_column: Annotated[
+        str, Meta(min_length=1, description="Column with the prompt: a text, or a list of chat messages.")
+    ] = "prompt"
+    answer_column: Annotated[str, Meta(min_length=1, description="Column with the gold answer.")] = "answer"
+    format: Annotated[
+        Literal["chat", "raw"],
+        Meta(description="`chat`: the tokenizer's chat template, once. `raw`: the text as it is."),
+    ] = "chat"
+    system: Annotated[str, Meta(description="System message put before chat prompts; empty: none.")] = ""
+    max_prompt_tokens: Annotated[int, Meta(ge=1, description="Longer prompts are left out and reported.")] = 1024
+    duplicates: Annotated[
+        Literal["drop", "keep", "error"],
+        Meta(description="Rows with the same prompt and answer. The same prompt with two answers is always an error."),
+    ] = "drop"
+    reasoning_gym: ReasoningGymSection = ReasoningGymSection()
+
+
+class SamplingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    temperature: Annotated[float, Meta(gt=0, description="Sampling temperature.")] = 1.0
+    max_tokens: Annotated[int, Meta(ge=1, description="Response length cap, in tokens.")] = 512
+
+
+class AllocationSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    policy: Annotated[
+        Literal["uniform", "neyman"],
+        Meta(
+            description="`uniform`: the same number of rollouts for every visit. `neyman`: by the posterior mean "
+            "of the reward variance over cost, learned from earlier visits."
+        ),
+    ] = "neyman"
+    prompts_per_step: Annotated[int, Meta(ge=1, description="Prompts (groups) in a training batch.")] = 32
+    rollouts_per_prompt: Annotated[
+        float, Meta(ge=1, description="Mean rollouts of a prompt; times prompts_per_step it is the budget of a step.")
+    ] = 8.0
+    min_rollouts: Annotated[int, Meta(ge=2, description="Least rollouts of a visit (leave-one-out needs 2).")] = 2
+    max_rollouts: Annotated[int, Meta(ge=2, description="Most rollouts of a visit.")] = 32
+    memory_versions: Annotated[
+        float, Meta(gt=0, description="Counts of earlier visits decay by 1/e over this many policy versions.")
+    ] = 128.0
+    prior: Annotated[
+        tuple[float, float], Meta(description="Beta prior (successes, failures) of a prompt's acceptance rate.")
+    ] = (0.5, 0.5)
+    max_lag: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most training batches a rollout's oldest token may be behind when it is trained on; "
+            "0: sampling and training take turns.",
+        ),
+    ] = 1
+    max_attempts: Annotated[int, Meta(ge=1, description="Attempts at one rollout before it counts as failed.")] = 3
+
+
+class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: Annotated[
+        str, Meta(description="Where the allocator listens and the others connect, tcp://HOST:PORT.")
+    ] = "tcp://127.0.0.1:5710"
+    weights_address: Annotated[
+        str,
+        Meta(
+            description="Where the learner serves its weights to producers on hosts that do not see its files, "
+            "tcp://HOST:PORT; empty: nowhere."
+        ),
+    ] = ""
+    allow_plaintext: Annotated[
+        bool, Meta(description="Listen on more than this machine without encryption or authentication.")
+    ] = False
+    heartbeat_s: Annotated[float, Meta(gt=0, description="Interval of heartbeats, in seconds.")] = 1.0
+    silence_s: Annotated[
+        float, Meta(gt=0, description="A producer or an allocator not heard of for so long is taken for dead.")
+    ] = 15.0
+    progress_s: Annotated[
+        float,
+        Meta(gt=0, description="A rollout without a new token, or a run without any progress, for so long has failed."),
+    ] = 300.0
+    max_message_mib: Annotated[int, Meta(ge=1, description="Largest message accepted, in MiB.")] = 256
+
+
+class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    engine: Annotated[Literal["transformers"], Meta(description="Inference engine.")] = "transformers"
+    slots: Annotated[int, Meta(ge=1, description="Most rollouts in generation at once, per producer.")] = 256
+    device: Annotated[str, Meta(description="torch device of the engine.")] = "cpu"
+    threads: Annotated[int, Meta(ge=1, description="torch threads of the engine on a CPU.")] = 1
+    kv_policy: Annotated[
+        Literal["recompute", "keep"],
+        Meta(description="After a weight update, the key-value cache of running rollouts is recomputed or kept."),
+    ] = "recompute"
+
+
+class VerifierSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: Annotated[
+        Literal["exact", "numeric", "math"],
+        Meta(description="`exact`: equal text; `numeric`: equal numbers; `math`: equal by the math-verify library."),
+    ] = "exact"
+    answer_marker: Annotated[
+        str, Meta(description="The answer is what follows the last of these in a response; empty: the whole response.")
+    ] = ""
+    tolerance: Annotated[float, Meta(ge=0, description="`numeric`: relative tolerance.")] = 1e-6
+    workers: Annotated[int, Meta(ge=1, description="Verifier processes per producer.")] = 1
+    timeout_s: Annotated[float, Meta(gt=0, description="A verdict that takes longer is Unscorable.")] = 10.0
+
+
+class LearnerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    advantage: Annotated[
+        Literal["raft", "grpo", "rloo"],
+        Meta(description="`raft`: 1 for accepted; `grpo`: centred, over std; `rloo`: minus the mean of the others."),
+    ] = "rloo"
+    loss: Annotated[
+        Literal["pg", "ppo_clip"],
+        Meta(
+            description="`pg`: policy gradient with truncated importance weights; `ppo_clip`: clipped ratio (RAFT++)."
+        ),
+    ] = "pg"
+    aggregate: Annotated[
+        Literal["seq_sum", "seq_mean", "token_mean"],
+        Meta(description="How token terms become one: per rollout the sum (unbiased) or mean, or over all tokens."),
+    ] = "seq_sum"
+    importance_cap: Annotated[
+        float, Meta(ge=0, description="`pg`: cap of the per-token importance weight; 0: no weights.")
+    ] = 2.0
+    clip_low: Annotated[float, Meta(gt=0, lt=1, description="`ppo_clip`: lower clip, ratio >= 1 - clip_low.")] = 0.2
+    clip_high: Annotated[float, Meta(gt=0, description="`ppo_clip`: upper clip, ratio <= 1 + clip_high.")] = 0.28
+    lr: Annotated[float, Meta(gt=0, description="Learning rate of AdamW.")] = 1e-6
+    betas: Annotated[tuple[float, float], Meta(description="AdamW betas.")] = (0.9, 0.95)
+    weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="Optimiser steps of linear warm-up.")] = 0
+    max_grad_norm: Annotated[float, Meta(gt=0, description="Gradient norm clip; the norm is reported unclipped.")] = 1.0
+    micro_batch_tokens: Annotated[
+        int, Meta(ge=1, description="Most tokens, padding included, in one forward and backward pass.")
+    ] = 8192
+    device: Annotated[str, Meta(description="torch device of the learner.")] = "cpu"
+    threads: Annotated[int, Meta(ge=1, description="torch threads of the learner on a CPU.")] = 1
+    checkpoint_every: Annotated[int, Meta(ge=1, description="Batches between checkpoints; one is made at the end.")] = (
+        50
+    )
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
+    max_skipped: Annotated[
+        int, Meta(ge=1, description="Batches in a row without a usable gradient before training stops with the reason.")
+    ] = 20
+
+
+class EvalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompts: Annotated[int, Meta(ge=1, description="Held-out prompts used (the first ones).")] = 300
+    samples: Annotated[int, Meta(ge=1, description="Samples of each before and after training.")] = 4
+    every_steps: Annotated[int, Meta(ge=0, description="Batches between evaluations on the way; 0: none.")] = 20
+    curve_samples: Annotated[int, Meta(ge=1, description="Samples of each in evaluations on the way.")] = 1
+
+
+class MetricsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: Annotated[str, Meta(description="Interface of the Prometheus endpoints.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Meta(ge=0, le=65000, description="First port tried; each process takes the next free one. 0: no endpoints."),
+    ] = 9400
+
+
+class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection = DataSection()
+    sampling: SamplingSection = SamplingSection()
+    allocation: AllocationSection = AllocationSection()
+    stream: StreamSection = StreamSection()
+    producer: ProducerSection = ProducerSection()
+    verifier: VerifierSection = VerifierSection()
+    learner: LearnerSection = LearnerSection()
+    eval: EvalSection = EvalSection()
+    metrics: MetricsSection = MetricsSection()
+
+    def __post_init__(self) -> None:
+        a = self.allocation
+        if not a.min_rollouts <= a.rollouts_per_prompt <= a.max_rollouts:
+            raise ValueError(
+                f"allocation.rollouts_per_prompt = {a.rollouts_per_prompt:g} must lie between "
+                f"allocation.min_rollouts = {a.min_rollouts} and allocation.max_rollouts = {a.max_rollouts}"
+            )
+        if min(a.prior) <= 0:
+            raise ValueError(f"allocation.prior = {list(a.prior)} must hold two numbers above 0")
+        if self.stream.silence_s < 3 * self.stream.heartbeat_s:
+            raise ValueError(
+                f"stream.silence_s = {self.stream.silence_s:g} must be at least three times stream.heartbeat_s = "
+                f"{self.stream.heartbeat_s:g}"
+            )
+        if self.data.source == "reasoning_gym":
+            if not self.data.reasoning_gym.task:
+                raise ValueError('data.reasoning_gym.task must name a task when data.source = "reasoning_gym"')
+        elif not self.data.train:
+            raise ValueError(f'data.train must name the training prompts when data.source = "{self.data.source}"')
+
+
+class Derived(msgspec.Struct, frozen=True):
+    """What a configuration implies."""
+
+    rollouts_per_step: int
+    most_in_flight: int
+    """Rollouts issued and not yet trained on, at the most: (max_lag + 1) batches."""
+    worst_case_lag: int
+    """Batches between the oldest token of a rollout and the step that trains on it, at the most."""
+    producer_slots: int
+    slots_that_can_fill: int
+    """Slots that pacing by `max_lag` lets the producers fill at the same time."""
+
+
+def derived(config: Config) -> Derived:
+    allocation = config.allocation
+    budget = step_budget(allocation)
+    in_flight = (allocation.max_lag + 1) * budget
+    slots = config.run.producers * config.producer.slots
+    return Derived(budget, in_flight, allocation.max_lag, slots, min(slots, in_flight))
+
+
+def step_budget(allocation: AllocationSection) -> int:
+    """Rollouts of one training batch."""
+    return round(allocation.prompts_per_step * allocation.rollouts_per_prompt)

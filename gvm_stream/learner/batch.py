@@ -1,0 +1,201 @@
+"""From groups on the wire to padded micro-batches.
+
+`plan_batch` decides what is trained on and with which coefficient; `pack` lays the rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gvm_stream.allocator.types import Fate
+from gvm_stream.config import LearnerSection
+from gvm_stream.errors import TrainingError
+from gvm_stream.learner.advantages import ADVANTAGES
+from gvm_stream.learner.objective import coefficients
+from gvm_stream.wire.messages import TrainGroup, TrainRollout
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A rollout to train on."""
+
+    group: int
+    work: int
+    prompt_length: int
+    """P, in tokens."""
+    tokens: Int32
+    """int32 [P + T], prompt then response."""
+    logprobs: Float32
+    """float32 [T], at sampling, in nats."""
+    advantage: float
+    coefficient: float
+    """Of its token terms in the loss (`objective.coefficients`)."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    rows: tuple[Row, ...]
+    fates: dict[str, tuple[int, ...]]
+    """Fate -> work ids, each rollout of the batch once."""
+    lags: tuple[int, ...]
+    """Versions behind, over the oldest tokens of all rollouts, stale ones included."""
+    zero_signal_groups: int
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows padded on the right: B rows of L tokens, responses of at most T tokens."""
+
+    groups: tuple[int, ...]
+    """Group of every row."""
+    tokens: Tensor
+    """int64 [B, L], 0 in the padding; a causal model needs no mask to keep tokens from seeing what follows them."""
+    first: int
+    """Least position whose logits are needed."""
+    index: tuple[Tensor, Tensor, Tensor]
+    """int64 [N] each, one entry per response token: its row, its place in the response, its place in the row."""
+    mask: Tensor
+    """bool [B, T], True for response tokens."""
+    logprobs: Tensor
+    """float32 [B, T], at sampling, 0 in the padding."""
+    advantages: Tensor
+    """float32 [B, 1]."""
+    coefficients: Tensor
+    """float32 [B, 1]."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    work: int
+    reward: float
+    tokens: Int32
+    logprobs: Float32
+    lag: int
+
+
+def plan_batch(groups: Sequence[TrainGroup], settings: LearnerSection, max_lag: int, version_now: int) -> BatchPlan:
+    """Choose rows. Stale rollouts (more than `max_lag` versions behind) and empty ones leave their group before the
+    advantages are computed; rollouts without advantage count in every coefficient and are then left out.
+    """
+    fates: dict[str, list[int]] = {Fate.TRAINED: [], Fate.ZERO_SIGNAL: [], Fate.STALE: []}
+    lags: list[int] = []
+    kept: list[tuple[TrainGroup, list[_Sample]]] = []
+    for group in groups:
+        _check_group(group)
+        usable: list[_Sample] = []
+        for sample in [_decode(group, rollout, version_now) for rollout in group.rollouts]:
+            if not sample.tokens.size:
+                fates[Fate.ZERO_SIGNAL].append(sample.work)
+                continue
+            lags.append(sample.lag)
+            if sample.lag > max_lag:
+                fates[Fate.STALE].append(sample.work)
+            else:
+                usable.append(sample)
+        if usable:
+            kept.append((group, usable))
+
+    shares = coefficients(
+        settings.aggregate, [g.weight for g, _ in kept], [[s.tokens.size for s in samples] for _, samples in kept]
+    )
+    rows: list[Row] = []
+    silent = 0
+    for (group, samples), row_shares in zip(kept, shares, strict=True):
+        advantages = ADVANTAGES[settings.advantage]([s.reward for s in samples])
+        silent += not advantages.any()
+        prompt = np.frombuffer(group.prompt_tokens, "<i4")
+        for s, advantage, share in zip(samples, advantages.tolist(), row_shares, strict=True):
+            fates[Fate.TRAINED if advantage else Fate.ZERO_SIGNAL].append(s.work)
+            if advantage:
+                tokens = np.concatenate([prompt, s.tokens])
+                rows.append(Row(group.group, s.work, prompt.size, tokens, s.logprobs, advantage, share))
+    return BatchPlan(tuple(rows), {str(k): tuple(v) for k, v in fates.items()}, tuple(lags), silent)
+
+
+def pack(rows: Sequence[Row], micro_batch_tokens: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
+    """Micro-batches of at most `micro_batch_tokens` tokens, padding included; a longer row goes alone.
+
+    Longest first: rows of a micro-batch are of like length, and a lack of memory shows at once.
+    """
+    packed: list[list[Row]] = []
+    for row in sorted(rows, key=lambda r: r.tokens.size, reverse=True):
+        if packed and packed[-1][0].tokens.size * (len(packed[-1]) + 1) <= micro_batch_tokens:
+            packed[-1].append(row)
+        else:
+            packed.append([row])
+    return [_pad(chunk, device) for chunk in packed]
+
+
+def padding_share(rows: Sequence[Row], micro_batches: Sequence[MicroBatch]) -> float:
+    """Padding over all tokens of the forward passes, in [0, 1)."""
+    computed = sum(m.tokens.numel() for m in micro_batches)
+    return 1 - sum(r.tokens.size for r in rows) / computed if computed else 0.0
+
+
+def _pad(rows: list[Row], device: torch.device | str) -> MicroBatch:
+    lengths = np.array([r.logprobs.size for r in rows])
+    prompts = np.array([r.prompt_length for r in rows])
+    tokens = np.zeros((len(rows), max(r.tokens.size for r in rows)), np.int64)
+    logprobs = np.zeros((len(rows), lengths.max()), np.float32)
+    for b, r in enumerate(rows):
+        tokens[b, : r.tokens.size] = r.tokens
+        logprobs[b, : r.logprobs.size] = r.logprobs
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    row, place = mask.nonzero()
+
+    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return MicroBatch(
+        groups=tuple(r.group for r in rows),
+        tokens=tensor(tokens),
+        first=int(prompts.min()) - 1,
+        index=(tensor(row), tensor(place), tensor(prompts[row] + place)),
+        mask=tensor(mask),
+        logprobs=tensor(logprobs),
+        advantages=tensor(np.array([[r.advantage] for r in rows], np.float32)),
+        coefficients=tensor(np.array([[r.coefficient] for r in rows], np.float32)),
+    )
+
+
+def _check_group(group: TrainGroup) -> None:
+    if not group.prompt_tokens or len(group.prompt_tokens) % 4:
+        raise TrainingError(
+            f"group {group.group} ({group.prompt}) has {len(group.prompt_tokens)} bytes of prompt tokens, expected a "
+            "positive multiple of 4"
+        )
+    if not 0 < group.weight < float("inf"):
+        raise TrainingError(f"group {group.group} has weight {group.weight}, expected a finite number above 0")
+
+
+def _decode(group: TrainGroup, rollout: TrainRollout, version_now: int) -> _Sample:
+    where = f"group {group.group}, work {rollout.work}"
+    if len(rollout.tokens) % 4 or len(rollout.tokens) != len(rollout.logprobs):
+        raise TrainingError(
+            f"{where}: {len(rollout.tokens)} bytes of token ids and {len(rollout.logprobs)} bytes of log-probs, "
+            "expected as many, 4 for each token"
+        )
+    tokens = np.frombuffer(rollout.tokens, "<i4")
+    logprobs = np.frombuffer(rollout.logprobs, "<f4")
+    ends = [0, *(stop for _, _, stop in rollout.spans)]
+    in_order = all(start == end < stop for (_, start, stop), end in zip(rollout.spans, ends, strict=False))
+    if not in_order or ends[-1] != tokens.size:
+        raise TrainingError(f"{where}: version spans {rollout.spans} do not cover its {tokens.size} tokens in order")
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise TrainingError(
+            f"{where}: log-prob at sampling of token {at} is {logprobs[at]}, expected a finite number of nats"
+        )
+    if not np.isfinite(rollout.reward):
+        raise TrainingError(f"{where}: reward is {rollout.reward}, expected a finite number")
+    oldest = min((version for version, _, _ in rollout.spans), default=version_now)
+    return _Sample(rollout.work, rollout.reward, tokens, logprobs, max(0, version_now - oldest))

@@ -1,0 +1,91 @@
+"""Loading a Hugging Face causal LM for the engine, and replacing its weights in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from gvm_stream.errors import ModelError, WeightsError
+
+FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, device: torch.device, max_length: int) -> PreTrainedModel:
+    """Load the checkpoint folder or hub name `path` for inference on sequences of up to `max_length` tokens."""
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as problem:
+        reason = " ".join(str(problem).split())
+        raise ModelError(f"model.path = {path!r} cannot be loaded as a causal language model: {reason}") from problem
+    model, info = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
+    missing = info["missing_keys"]
+    if missing:  # transformers would go on with random numbers
+        raise ModelError(f"the checkpoint {path!r} lacks {_some(missing)}; all weights of the model were expected")
+    _check_attention(model.config.get_text_config(decoder=True), path, max_length)
+    model.requires_grad_(False)
+    nn.Module.to(model, device)  # in place; the override of transformers is not typed
+    return model
+
+
+def copy_weights(model: PreTrainedModel, path: Path) -> None:
+    """Overwrite the weights of `model` by those of a safetensors file, cast to its dtype. All or nothing.
+
+    The file holds exactly the model's names (of tied weights, one name is enough) in the model's shapes; anything else
+    is a `WeightsError` before the first weight has changed.
+    """
+    weights = model.state_dict(keep_vars=True)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            _check_names(weights, names, path)
+            for name in names:
+                part = file.get_slice(name)
+                shape, kind = tuple(part.get_shape()), part.get_dtype()
+                if shape != tuple(weights[name].shape) or kind not in FLOATING:
+                    raise WeightsError(
+                        f"{name} in the weights file {path} is {kind} {list(shape)}; "
+                        f"a floating-point tensor {list(weights[name].shape)} was expected"
+                    )
+            for name in names:
+                weights[name].copy_(file.get_tensor(name))
+    except (OSError, SafetensorError) as problem:
+        raise WeightsError(f"the weights file {path} cannot be read as safetensors: {problem}") from problem
+
+
+def _check_names(weights: dict[str, Tensor], names: set[str], path: Path) -> None:
+    present = {id(weights[name]) for name in names if name in weights}
+    missing = [name for name, weight in weights.items() if id(weight) not in present]
+    if missing:
+        raise WeightsError(f"the weights file {path} lacks {_some(missing)}; all weights of the model were expected")
+    unknown = names - weights.keys()
+    if unknown:
+        raise WeightsError(f"the weights file {path} holds {_some(unknown)}, which the model does not have")
+
+
+def _check_attention(config: PreTrainedConfig, path: str, max_length: int) -> None:
+    """Refuse what would run and be wrong: the engine's mask is causal attention to the whole prefix, and no more."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < max_length:
+        raise ModelError(f"the model {path!r} has {positions} positions; at least max_length = {max_length} expected")
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+    if "sliding_attention" in kinds and window is not None and window < max_length:
+        raise ModelError(
+            f"the model {path!r} attends to a window of {window} tokens; the transformers engine needs a window of at "
+            f"least max_length = {max_length}"
+        )
+    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if other:
+        raise ModelError(f"the model {path!r} has layers of type {', '.join(other)}; only full attention is supported")
+
+
+def _some(names: set[str] | list[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

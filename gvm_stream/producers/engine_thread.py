@@ -1,0 +1,174 @@
+"""The one thread of a producer: it owns the engine, and everything that touches the engine happens in it.
+
+Commands go in by a queue and are taken between two steps; events come back to trio by `run_sync_soon`, once per step,
+never per token. Idle, the thread sleeps on its queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from gvm_stream.errors import WeightsError
+from gvm_stream.producers.engine import Completion, Engine, Request
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 0.5
+"""How often the thread leaves a picture of the running requests for the heartbeat."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    completions: list[Completion]
+
+
+@dataclass(frozen=True)
+class WeightsLoaded:
+    version: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WeightsFailed:
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineDied:
+    """The engine raised; nothing more will come."""
+
+    error: Exception
+
+
+Event = Completed | WeightsLoaded | WeightsFailed | EngineDied
+
+
+@dataclass(frozen=True)
+class _Submit:
+    requests: list[Request]
+
+
+@dataclass(frozen=True)
+class _Abort:
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class _Load:
+    path: Path
+    version: int
+
+
+class _Close:
+    pass
+
+
+_Command = _Submit | _Abort | _Load | _Close
+
+
+class EngineThread:
+    """Handle for the trio side. Made by `run_engine`."""
+
+    def __init__(self, events: Callable[[Event], None]) -> None:
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._emit = events
+        self.progress: dict[int, int] = {}
+        """Request -> tokens so far; a picture at most `PROGRESS_INTERVAL_S` old while the engine works."""
+        self.generated_tokens = 0
+
+    def submit(self, requests: list[Request]) -> None:
+        self._commands.put(_Submit(requests))
+
+    def abort(self, ids: list[int]) -> None:
+        self._commands.put(_Abort(ids))
+
+    def load_weights(self, path: Path, version: int) -> None:
+        self._commands.put(_Load(path, version))
+
+    def close(self) -> None:
+        self._commands.put(_Close())
+
+    def run(self, make_engine: Callable[[], Engine], ready: Callable[[], None]) -> None:
+        """The thread's body."""
+        engine = make_engine()
+        ready()
+        try:
+            self._serve(engine)
+        except Exception as error:  # the engine is third-party code: whatever it raises is its death, reported once
+            log.exception("the engine died")
+            self._emit(EngineDied(error))
+        finally:
+            self.generated_tokens = engine.generated_tokens
+            engine.close()
+
+    def _serve(self, engine: Engine) -> None:
+        pictured_at = 0.0
+        while True:
+            idle = not engine.has_work()
+            if idle:
+                self.progress = {}
+            while idle or not self._commands.empty():
+                command = self._commands.get()
+                if isinstance(command, _Close):
+                    return
+                self._obey(engine, command)
+                idle = False
+            completions = engine.step()
+            self.generated_tokens = engine.generated_tokens
+            if completions:
+                self._emit(Completed(completions))
+            now = time.monotonic()
+            if now - pictured_at > PROGRESS_INTERVAL_S:
+                self.progress, pictured_at = engine.progress(), now
+
+    def _obey(self, engine: Engine, command: _Submit | _Abort | _Load) -> None:
+        match command:
+            case _Submit(requests):
+                for request in requests:
+                    engine.submit(request)
+            case _Abort(ids):
+                engine.abort(ids)
+            case _Load(path, version):
+                started = time.monotonic()
+                try:
+                    engine.load_weights(path, version)
+                except WeightsError as error:
+                    self._emit(WeightsFailed(version, str(error)))
+                else:
+                    self._emit(WeightsLoaded(version, time.monotonic() - started))
+
+
+@asynccontextmanager
+async def run_engine(
+    make_engine: Callable[[], Engine], events: trio.MemorySendChannel[Event]
+) -> AsyncIterator[EngineThread]:
+    """Make an engine in a thread of its own and run it until the block ends; the thread is gone then.
+
+    `events` must be unbounded: what it can hold is bounded by the requests submitted. Errors of `make_engine` are
+    raised here.
+    """
+    token = trio.lowlevel.current_trio_token()
+    thread = EngineThread(lambda event: token.run_sync_soon(events.send_nowait, event))
+    ready = trio.Event()
+
+    async def body() -> None:
+        await trio.to_thread.run_sync(
+            thread.run, make_engine, lambda: token.run_sync_soon(ready.set), limiter=trio.CapacityLimiter(1)
+        )
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(body)
+        try:
+            await ready.wait()
+            yield thread
+        finally:
+            thread.close()

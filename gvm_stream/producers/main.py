@@ -1,0 +1,92 @@
+"""The producer process: wiring only."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import trio
+
+from gvm_stream.config import Config
+from gvm_stream.config_file import agreed_values
+from gvm_stream.metrics import Metrics
+from gvm_stream.process import run_process, set_on_signal
+from gvm_stream.producers.engine import Engine
+from gvm_stream.producers.engine_thread import Event, run_engine
+from gvm_stream.producers.session import Session
+from gvm_stream.producers.weights import weights_source
+from gvm_stream.verify.pool import VerifierPool
+from gvm_stream.wire.link import open_link
+
+log = logging.getLogger(__name__)
+
+
+def main(config: Config, name: str = "") -> None:
+    run_process(partial(produce, config, name or f"{socket.gethostname()}-{os.getpid()}"))
+
+
+async def produce(config: Config, name: str) -> None:
+    to_session, events = trio.open_memory_channel[Event](math.inf)
+    metrics = Metrics("producer")
+    with metrics.serve(config.metrics):
+        async with (
+            open_link(
+                config.stream,
+                role="producer",
+                name=name,
+                agreed=agreed_values(config),
+                patience_s=config.stream.progress_s,
+            ) as link,
+            weights_source(config.stream, name) as weights,
+            VerifierPool(config.verifier) as pool,
+        ):
+            make, decode = await trio.to_thread.run_sync(prepare_engine, config, name)
+            async with run_engine(make, to_session) as engine:
+                session = Session(config, link, engine, events, pool, weights, decode, metrics)
+                leave = trio.Event()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(set_on_signal, leave)
+                    reason = await session.run(leave)
+                    nursery.cancel_scope.cancel()
+                log.info("producer %s ends: %s", name, reason)
+
+
+def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Callable[[Sequence[int]], str]]:
+    """Heavy imports, then (a maker for the engine's thread to call, the decoder from token ids to text)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from gvm_stream.data.encode import end_token_ids
+    from gvm_stream.producers.transformers_engine import TransformersEngine
+
+    torch.set_num_threads(config.producer.threads)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    end_tokens = end_token_ids(tokenizer, config.model.path)
+
+    def make() -> Engine:
+        return TransformersEngine(
+            config.model.path,
+            slots=config.producer.slots,
+            max_length=config.data.max_prompt_tokens + config.sampling.max_tokens,
+            end_tokens=end_tokens,
+            dtype=config.model.dtype,
+            device=config.producer.device,
+            kv_policy=config.producer.kv_policy,
+            seed=seed_of(config.run.seed, name),
+        )
+
+    def decode(tokens: Sequence[int]) -> str:
+        return msgspec.convert(tokenizer.decode(list(tokens), skip_special_tokens=True), str)
+
+    return make, decode
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed of its own for every producer of a run."""
+    return seed * 1_000_003 + zlib.crc32(name.encode())

@@ -1,0 +1,306 @@
+"""A producer's work between allocator and engine: orders in, verified rollouts out, weights followed.
+
+Five loops in one nursery, joined by channels: `read_allocator` -> engine; `read_engine` -> `verify_rollouts` ->
+`send_rollouts`; `follow_weights`. Every order ends as exactly one `Rollout` message, also at shutdown.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
+from gvm_stream.config import Config
+from gvm_stream.errors import ModelError, WeightsError
+from gvm_stream.metrics import Metrics
+from gvm_stream.producers.engine import Completion, Request
+from gvm_stream.producers.engine_thread import Completed, EngineDied, EngineThread, Event, WeightsFailed, WeightsLoaded
+from gvm_stream.producers.weights import WeightsSource
+from gvm_stream.verify.pool import VerifierPool
+from gvm_stream.verify.verdict import Verdict, VerdictScored, VerifyItem
+from gvm_stream.wire import messages as m
+from gvm_stream.wire.link import Link
+
+log = logging.getLogger(__name__)
+
+VERIFY_BATCH = 64
+"""Completions handed to the verifier pool in one go."""
+SEND_BATCH = 64
+"""Rollouts in one message."""
+LOAD_ATTEMPTS = 5
+"""Failed weight updates in a row before the producer gives up."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A work item in hand."""
+
+    work: int
+    attempt: int
+    answer: str
+    since: float
+
+
+Finished = tuple[Order, Completion]
+
+
+class Session:
+    def __init__(
+        self,
+        config: Config,
+        link: Link,
+        engine: EngineThread,
+        events: trio.MemoryReceiveChannel[Event],
+        pool: VerifierPool,
+        weights: WeightsSource,
+        decode: Decode,
+        metrics: Metrics,
+    ) -> None:
+        self._config, self._link, self._engine, self._events = config, link, engine, events
+        self._pool, self._weights, self._decode, self._metrics = pool, weights, decode, metrics
+        # Unbounded, but never more than the orders in hand, which credits bound.
+        self._to_verify, self._finished = trio.open_memory_channel[Finished](math.inf)
+        self._to_send, self._rollouts = trio.open_memory_channel[m.Rollout](math.inf)
+        self._orders: dict[int, Order] = {}
+        """In the engine, by work."""
+        self._unsent = 0
+        """Orders whose rollout has not been sent."""
+        self._all_sent = trio.Event()
+        self._wanted: m.WeightsInfo | None = link.welcome.weights
+        self._news = trio.Event()
+        self._updates: trio.MemorySendChannel[WeightsLoaded | WeightsFailed]
+        self._updates, self._update = trio.open_memory_channel[WeightsLoaded | WeightsFailed](1)
+        self._version = -1
+        self._leaving = ""
+        """Why work in hand is given back; empty while the producer stays."""
+        self._counted_tokens = 0
+
+    async def run(self, leave: trio.Event) -> str:
+        """Work until the allocator stops the run or `leave` is set; the reason comes back. All work has been returned
+        and said goodbye for by then, unless an error ends it."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._link.beat, self._heartbeat)
+            nursery.start_soon(self._read_engine)
+            nursery.start_soon(self._follow_weights)
+            nursery.start_soon(self._send_rollouts)
+            for _ in range(self._config.verifier.workers):
+                nursery.start_soon(self._verify_rollouts)
+            nursery.start_soon(self._leave_when_told, leave, nursery.cancel_scope)
+            nursery.start_soon(self._stop_with_the_run, nursery.cancel_scope)
+        return self._leaving
+
+    # --- loops ---
+
+    async def _read_allocator(self) -> str:
+        """Orders to the engine until the run stops; why it did."""
+        async for message in self._link.messages():
+            match message:
+                case m.Work():
+                    self._submit(message.orders)
+                case m.Cancel():
+                    self._engine.abort([work for work in message.works if work in self._orders])
+                case m.NewWeights():
+                    self._wanted = message.weights
+                    self._news.set()
+                case m.Stop():
+                    return message.reason
+                case _:
+                    log.warning("the allocator sent %s, which is not for a producer", type(message).__name__)
+        raise AssertionError("messages() never ends by itself")
+
+    async def _read_engine(self) -> None:
+        async for event in self._events:
+            match event:
+                case Completed(completions):
+                    for completion in completions:
+                        self._to_verify.send_nowait((self._orders.pop(completion.id), completion))
+                case WeightsLoaded() | WeightsFailed():
+                    await self._updates.send(event)
+                case EngineDied(error):
+                    await self._engine_died(error)
+
+    async def _verify_rollouts(self) -> None:
+        async for first in self._finished:
+            batch = [first]
+            while len(batch) < VERIFY_BATCH:
+                try:
+                    batch.append(self._finished.receive_nowait())
+                except trio.WouldBlock:
+                    break
+            judged = [pair for pair in batch if pair[1].finish in ("stop", "length")]
+            started = trio.current_time()
+            verdicts = iter(await self._pool.verify([self._item(*pair) for pair in judged]))
+            for order, completion in batch:
+                if completion.finish in ("stop", "length"):
+                    self._metrics.observe("gvm_verify_seconds", trio.current_time() - started)
+                    rollout = self._judged(order, completion, next(verdicts))
+                else:
+                    rollout = self._ended(order, completion)
+                self._to_send.send_nowait(rollout)
+
+    async def _send_rollouts(self) -> None:
+        async for first in self._rollouts:
+            batch = [first]
+            while len(batch) < SEND_BATCH:
+                try:
+                    batch.append(self._rollouts.receive_nowait())
+                except trio.WouldBlock:
+                    break
+            await self._link.send(m.Rollouts(rollouts=tuple(batch)))
+            self._unsent -= len(batch)
+            if self._unsent == 0:
+                self._all_sent.set()
+
+    async def _follow_weights(self) -> None:
+        """Keep the engine at the newest weights. The first time, ask for work."""
+        failures = 0
+        while True:
+            wanted = self._wanted
+            if wanted is None or wanted.version == self._version:
+                await self._news.wait()
+                self._news = trio.Event()
+                continue
+            problem = await self._load(wanted)
+            if not problem:
+                failures = 0
+                if self._version < 0:
+                    credits = self._config.producer.slots
+                    await self._link.send(m.Ask(credits=credits, version=wanted.version))
+                else:
+                    await self._link.send(m.Loaded(version=wanted.version))
+                self._version = wanted.version
+                self._metrics.set("gvm_engine_version", self._version)
+                continue
+            failures += 1
+            log.warning("version %d stays in force: %s", self._version, problem)
+            if failures >= LOAD_ATTEMPTS:
+                raise ModelError(f"weights could not be updated {failures} times in a row: {problem}")
+            with trio.move_on_after(self._config.stream.heartbeat_s):  # newer weights end the wait before a retry
+                await self._news.wait()
+                self._news = trio.Event()
+
+    async def _stop_with_the_run(self, scope: trio.CancelScope) -> None:
+        reason = await self._read_allocator()
+        await self._hand_back(reason, Cancelled)
+        scope.cancel()
+
+    async def _leave_when_told(self, leave: trio.Event, scope: trio.CancelScope) -> None:
+        await leave.wait()
+        await self._hand_back("producer leaves", Failed)
+        scope.cancel()
+
+    # --- steps of them ---
+
+    def _submit(self, orders: Sequence[m.WorkOrder]) -> None:
+        now = trio.current_time()
+        sampling = self._config.sampling
+        requests = []
+        for order in orders:
+            self._orders[order.work] = Order(order.work, order.attempt, order.answer, now)
+            requests.append(
+                Request(
+                    id=order.work,
+                    prompt_tokens=np.frombuffer(order.prompt_tokens, "<i4"),
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                )
+            )
+        self._unsent += len(requests)
+        self._engine.submit(requests)
+        if self._leaving:  # an order that crossed our farewell
+            self._engine.abort([request.id for request in requests])
+
+    async def _load(self, info: m.WeightsInfo) -> str:
+        """Load these weights; what went wrong, if anything did."""
+        try:
+            async with self._weights.local(info) as path:
+                self._engine.load_weights(path, info.version)
+                outcome = await self._update.receive()
+        except WeightsError as error:
+            return str(error)
+        if isinstance(outcome, WeightsFailed):
+            return outcome.reason
+        self._metrics.observe("gvm_weight_update_seconds", outcome.seconds)
+        return ""
+
+    async def _hand_back(self, reason: str, end: type[Cancelled] | type[Failed]) -> None:
+        """End everything in hand as `end`, wait until it is sent, say goodbye."""
+        self._leaving, self._end = reason, end
+        self._engine.abort(list(self._orders))
+        if self._unsent:
+            self._all_sent = trio.Event()
+            await self._all_sent.wait()
+        await self._link.send(m.Goodbye(reason=reason, generated_tokens=self._engine.generated_tokens))
+
+    async def _engine_died(self, error: Exception) -> None:
+        """Return what can be returned, then end with the engine's own error."""
+        reason = f"the engine died: {error}"
+        failed = [
+            m.Rollout(work=o.work, attempt=o.attempt, outcome=Failed(reason=reason, tokens=self._tokens_of(o.work)))
+            for o in self._orders.values()
+        ]
+        await self._link.send(m.Rollouts(rollouts=tuple(failed)))
+        raise ModelError(reason) from error
+
+    def _item(self, order: Order, completion: Completion) -> VerifyItem:
+        return VerifyItem(
+            answer=order.answer,
+            response=self._decode(completion.tokens.tolist()),
+            truncated=completion.finish == "length",
+        )
+
+    def _judged(self, order: Order, completion: Completion, verdict: Verdict) -> m.Rollout:
+        seconds = trio.current_time() - order.since
+        self._metrics.observe("gvm_rollout_seconds", seconds)
+        tokens = len(completion.tokens)
+        if not isinstance(verdict, VerdictScored):
+            outcome = Unscorable(reason=verdict.reason, tokens=tokens, seconds=seconds)
+            return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
+        return m.Rollout(
+            work=order.work,
+            attempt=order.attempt,
+            outcome=Scored(
+                reward=verdict.reward,
+                tokens=tokens,
+                seconds=seconds,
+                oldest_version=min((version for version, _, _ in completion.spans), default=self._version),
+                truncated=completion.finish == "length",
+            ),
+            tokens=completion.tokens.astype("<i4").tobytes(),
+            logprobs=completion.logprobs.astype("<f4").tobytes(),
+            spans=completion.spans,
+        )
+
+    def _ended(self, order: Order, completion: Completion) -> m.Rollout:
+        """A request that was aborted or that the engine could not do."""
+        tokens = len(completion.tokens)
+        outcome: Cancelled | Failed
+        if completion.finish == "error":
+            outcome = Failed(reason=completion.error, tokens=tokens)
+        elif self._leaving:
+            outcome = self._end(reason=self._leaving, tokens=tokens)
+        else:
+            outcome = Cancelled(reason="cancelled by the allocator", tokens=tokens)
+        return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
+
+    def _heartbeat(self) -> m.Heartbeat:
+        generated = self._engine.generated_tokens
+        self._metrics.count("gvm_engine_tokens", generated - self._counted_tokens)
+        self._counted_tokens = generated
+        self._metrics.set("gvm_engine_running", len(self._orders))
+        waiting = ""
+        if self._version < 0:
+            waiting = "weights" if self._wanted else "the learner's first weights"
+        elif not self._unsent:
+            waiting = "work"
+        return m.Heartbeat(waiting_for=waiting, running={work: self._tokens_of(work) for work in self._orders})
+
+    def _tokens_of(self, work: int) -> int:
+        return self._engine.progress.get(work, 0)

@@ -1,0 +1,88 @@
+"""Following the learner: get published weights to a local file and into the engine, always the newest."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+import zmq
+
+from gvm_stream.config import StreamSection
+from gvm_stream.errors import WeightsError
+from gvm_stream.weights import verify_weights
+from gvm_stream.wire.codec import encode
+from gvm_stream.wire.link import identity_of, new_epoch
+from gvm_stream.wire.messages import ChunkRefused, ChunkRequest, FromWeightServer, WeightsInfo
+from gvm_stream.wire.sockets import connect_dealer
+from gvm_stream.wire.zmq_trio import ZmqSocket
+
+log = logging.getLogger(__name__)
+
+_decoder = msgspec.msgpack.Decoder(FromWeightServer)
+
+
+class WeightsSource:
+    """Local files of announced weights. On another host than the learner's, a copy fetched from its weight server."""
+
+    def __init__(self, stream: StreamSection, name: str, folder: Path) -> None:
+        self._stream, self._name, self._folder = stream, name, folder
+
+    @asynccontextmanager
+    async def local(self, info: WeightsInfo) -> AsyncIterator[Path]:
+        """A checked local file with these weights, for as long as the block runs. Raises WeightsError."""
+        path = Path(info.path)
+        if not info.address or await trio.Path(path).exists():
+            await trio.to_thread.run_sync(verify_weights, info, path)
+            yield path
+            return
+        copy = self._folder / f"v{info.version:08d}.safetensors"
+        try:
+            await self._fetch(info, copy)
+            await trio.to_thread.run_sync(verify_weights, info, copy)
+            yield copy
+        finally:
+            copy.unlink(missing_ok=True)
+
+    async def _fetch(self, info: WeightsInfo, copy: Path) -> None:
+        """Chunk by chunk; a lost answer is asked for again, from where the copy ends."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            raw = connect_dealer(
+                context,
+                info.address,
+                "stream.weights_address",
+                identity=identity_of("producer", self._name, new_epoch()),
+                limit_mib=self._stream.max_message_mib,
+            )
+            with ZmqSocket(raw) as socket, copy.open("wb") as file:
+                while file.tell() < info.size:
+                    offset = file.tell()
+                    chunk = await self._chunk(socket, info, offset)
+                    await trio.to_thread.run_sync(file.write, chunk)
+        finally:
+            context.term()
+
+    async def _chunk(self, socket: ZmqSocket, info: WeightsInfo, offset: int) -> bytes:
+        await socket.send([encode(ChunkRequest(version=info.version, offset=offset))])
+        with trio.move_on_after(self._stream.silence_s):
+            while True:
+                answer = _decoder.decode((await socket.recv())[0])
+                if isinstance(answer, ChunkRefused):
+                    raise WeightsError(f"weights of version {info.version} cannot be fetched: {answer.reason}")
+                if (answer.version, answer.offset) == (info.version, offset):
+                    return answer.data
+        raise WeightsError(
+            f"weights of version {info.version} cannot be fetched: {info.address} has been silent for "
+            f"{self._stream.silence_s:g} s at byte {offset} of {info.size}"
+        )
+
+
+@asynccontextmanager
+async def weights_source(stream: StreamSection, name: str) -> AsyncIterator[WeightsSource]:
+    with tempfile.TemporaryDirectory(prefix="gvm-weights-") as folder:
+        yield WeightsSource(stream, name, Path(folder))

@@ -1,0 +1,195 @@
+"""`gvm-stream run`: start allocator, learner and producers on this machine, show progress, end them in order.
+
+The processes are the same that people start by hand; this supervisor only starts, watches and stops them, and restarts
+producers that die. The allocator ends with its standard input, so nothing outlives a supervisor that is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import trio
+
+from gvm_stream.config import Config
+from gvm_stream.errors import ConfigError, GvmStreamError, StreamError
+from gvm_stream.files import write_atomically
+from gvm_stream.process import leaf_error, set_on_signal
+from gvm_stream.progress import Progress
+from gvm_stream.wire.link import Link, open_link
+from gvm_stream.wire.messages import Status, StatusRequest
+
+log = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.5
+STOP_GRACE_S = 30.0
+"""Time the processes have to end in order after a stop, the learner's last checkpoint included."""
+
+
+class Child:
+    """One process of the run; its output goes to a log file."""
+
+    def __init__(self, name: str, arguments: list[str], log_path: Path) -> None:
+        self.name, self.arguments, self.log_path = name, arguments, log_path
+        self.process: trio.Process | None = None
+
+    async def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "gvm_stream", *self.arguments]
+        with self.log_path.open("ab") as out:
+            # A session of its own: Ctrl-C is for the supervisor, which stops the others in order.
+            self.process = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    async def wait(self) -> int:
+        assert self.process is not None
+        return await self.process.wait()
+
+    def terminate(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
+    def last_words(self) -> str:
+        """The error sentence it ended with, or the last line of its log."""
+        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        errors = [line for line in lines if line.startswith("error: ")]
+        return errors[-1].removeprefix("error: ") if errors else (lines[-1] if lines else "it said nothing")
+
+
+class Supervisor:
+    def __init__(self, config: Config, folder: Path, *, resume: bool, progress: Progress) -> None:
+        self._config, self._folder, self._progress = config, folder, progress
+        given = ["--config", str(folder / "config.json"), *(["--resume"] if resume else [])]
+        self.allocator = self._child("allocator", ["allocator", *given, "--supervised"])
+        self._learner = self._child("learner", ["learner", *given])
+        self._producers = [
+            self._child(f"producer-{i}", ["producer", *given[:2], "--name", f"producer-{i}"])
+            for i in range(config.run.producers)
+        ]
+        self._restarts_left = config.run.producer_restarts
+        self._stopping = False
+        self.problem = ""
+        """What ended the run early, if a process other than the allocator did."""
+        self.exit_status = 0
+
+    async def run(self) -> None:
+        """Start everything, wait for the allocator to end, see the others out."""
+        children = [self.allocator, self._learner, *self._producers]
+        try:
+            async with trio.open_nursery() as nursery:
+                for child in children:
+                    await child.start()
+                interrupted = trio.Event()
+                nursery.start_soon(set_on_signal, interrupted)
+                nursery.start_soon(self._stop_when_told, interrupted)
+                nursery.start_soon(self._watch_learner)
+                for child in self._producers:
+                    nursery.start_soon(self._watch_producer, child)
+                nursery.start_soon(self._show_progress)
+                self.exit_status = await self.allocator.wait()
+                self._stopping = True
+                with trio.move_on_after(STOP_GRACE_S):
+                    for child in (self._learner, *self._producers):
+                        if self.exit_status:
+                            child.terminate()
+                        await child.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            for child in children:
+                child.kill()
+
+    def _child(self, name: str, arguments: list[str]) -> Child:
+        return Child(name, arguments, self._folder / "logs" / f"{name}.log")
+
+    async def _watch_learner(self) -> None:
+        status = await self._learner.wait()
+        if status:
+            self._fail(f"the learner ended ({_status(status)}): {self._learner.last_words()}")
+
+    async def _watch_producer(self, child: Child) -> None:
+        while True:
+            status = await child.wait()
+            if not status or self._stopping:
+                return
+            if not self._restarts_left or status == ConfigError.exit_status:
+                self._fail(f"{child.name} ended ({_status(status)}), {self._restarts_left} restarts left: {child.last_words()}")
+                return
+            self._restarts_left -= 1
+            self._progress.note(f"{child.name} ended ({_status(status)}) and is started again: {child.last_words()}")
+            await child.start()
+
+    def _fail(self, problem: str) -> None:
+        if not self._stopping:
+            self.problem = problem
+        self._stop()
+
+    def _stop(self) -> None:
+        """The allocator ends the run in order; it tells the others."""
+        self._stopping = True
+        self.allocator.terminate()
+
+    async def _stop_when_told(self, interrupted: trio.Event) -> None:
+        await interrupted.wait()
+        self._progress.note("stopping: the learner saves a checkpoint, everybody says goodbye (again to end at once)")
+        self._stop()
+
+    async def _show_progress(self) -> None:
+        try:
+            async with open_link(
+                self._config.stream, role="observer", name="run", agreed={}, patience_s=math.inf
+            ) as link, trio.open_nursery() as nursery:
+                nursery.start_soon(self._ask_status, link)
+                async for message in link.messages():
+                    if isinstance(message, Status):
+                        self._progress.show(message)
+        except* GvmStreamError as group:
+            log.debug("no more status: %s", leaf_error(group))
+
+    async def _ask_status(self, link: Link) -> None:
+        while True:
+            await link.send(StatusRequest())
+            await trio.sleep(STATUS_INTERVAL_S)
+
+
+def run(config: Config, *, resume: bool, plain: bool) -> int:
+    """The whole run; its exit status: 0 finished, 130 interrupted, else failed. Raises GvmStreamError."""
+    folder = Path(config.run.dir) if resume else free_folder(Path(config.run.dir))
+    config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder)))
+    write_atomically(folder / "config.json", msgspec.json.format(msgspec.json.encode(config)))
+    with Progress(config, folder, plain=plain) as progress:
+        supervisor = Supervisor(config, folder, resume=resume, progress=progress)
+        trio.run(supervisor.run)
+    report_path = folder / "report.json"
+    again = f"; continue with: gvm-stream run --resume {folder}"
+    if supervisor.exit_status or supervisor.problem:
+        problem = supervisor.problem or supervisor.allocator.last_words()
+        raise StreamError(problem + (again if (folder / "checkpoints").exists() else ""))
+    report = json.loads(report_path.read_text())
+    from gvm_stream.plot import plot_run  # matplotlib, only now
+
+    plot_run(report, folder / "curve.png")
+    progress.summary(report, folder)
+    return 0 if report["outcome"] == "finished" else 130
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or the first of wanted-2, wanted-3, ... that does not hold a run."""
+    for number in range(1, 10_000):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        if not folder.exists() or not any(folder.iterdir()):
+            return folder
+    raise ConfigError(f'run.dir = "{wanted}": there are 10,000 runs beside it; choose another folder')
+
+
+def _status(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,32 @@
+"""What a verifier is asked and what it says. "Wrong" and "I could not tell" are different answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One response to judge."""
+
+    answer: str
+    """Gold answer."""
+    response: str
+    """Decoded response, without the end token."""
+    truncated: bool = False
+    """Cut off at the length cap."""
+
+
+class VerdictScored(msgspec.Struct, frozen=True, tag="scored"):
+    reward: float
+    """1 right, 0 wrong."""
+    extracted: str = ""
+    """What was taken for the answer; empty if nothing was."""
+
+
+class VerdictUnscorable(msgspec.Struct, frozen=True, tag="unscorable"):
+    """The verifier failed, or the gold answer is no answer. Says nothing about the response."""
+
+    reason: str
+
+
+Verdict = VerdictScored | VerdictUnscorable

@@ -1,0 +1,316 @@
+"""The protocol: every message there is, MessagePack, tagged, typed. Fields are only ever appended.
+
+All peers talk to the allocator's ROUTER socket from a DEALER. Token ids and log-probs travel as raw little-endian
+int32 and float32 bytes. `PROTOCOL` changes when an old peer could misread a new one; a mismatch is refused in the
+handshake with both numbers in the message.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
+
+PROTOCOL = 1
+
+Role = Literal["producer", "learner", "observer"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    pass
+
+
+# --- any peer -> allocator ---------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello", frozen=True, kw_only=True):
+    """First message of a process. `epoch` is new for every start of it: frames of an older one are dropped."""
+
+    protocol: int
+    role: Role
+    name: str
+    epoch: int
+    agreed: dict[str, str]
+    """Configuration values that must be the same everywhere (`config_file.agreed_values`)."""
+    checkpoints: tuple[int, ...] = ()
+    """Learner: training batches behind each complete checkpoint it could start from."""
+
+
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
+    """The peer ends by itself. Producers have returned every item before."""
+
+    reason: str
+    generated_tokens: int = 0
+
+
+class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
+    waiting_for: str = ""
+    """What the process waits for right now; empty: it works."""
+    running: dict[int, int] = {}
+    """Producers: tokens so far of every work item in hand. Renews their leases."""
+
+
+class StatusRequest(Message, tag="status?", frozen=True, kw_only=True):
+    pass
+
+
+class StopRequest(Message, tag="stop?", frozen=True, kw_only=True):
+    reason: str
+
+
+# --- producer -> allocator ---------------------------------------------------------------------------------------
+
+
+class Ask(Message, tag="ask", frozen=True, kw_only=True):
+    """Credit for so many more work items."""
+
+    credits: int
+    version: int
+    """Policy version the engine would sample with now."""
+
+
+class Loaded(Message, tag="loaded", frozen=True, kw_only=True):
+    """The engine samples with this policy version from now on."""
+
+    version: int
+
+
+class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
+    """The end of one work item in a producer."""
+
+    work: int
+    attempt: int
+    outcome: Scored | Unscorable | Cancelled | Failed
+    tokens: bytes = b""
+    """Response token ids, int32 [T], the end token included when there was one. Empty unless scored."""
+    logprobs: bytes = b""
+    """Log-probs of those tokens under the distribution they were sampled from (temperature included), float32 [T]."""
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """(policy version, start, end): which version sampled which tokens."""
+
+
+class Rollouts(Message, tag="rollouts", frozen=True, kw_only=True):
+    """Finished items. Each one also returns its credit."""
+
+    rollouts: tuple[Rollout, ...]
+
+
+# --- learner -> allocator ----------------------------------------------------------------------------------------
+
+
+class WeightsInfo(Message, frozen=True, kw_only=True):
+    """Published weights of one policy version."""
+
+    version: int
+    path: str
+    """Safetensors file on the learner's host; never changed once announced."""
+    size: int
+    """Bytes."""
+    checksum: str
+    """Hex blake2b-128 of the file."""
+    address: str
+    """Where the same bytes are served to other hosts; empty: nowhere."""
+
+
+class Published(Message, tag="published", frozen=True, kw_only=True):
+    weights: WeightsInfo
+    step: int
+    """Training batches behind these weights."""
+
+
+class BatchRequest(Message, tag="batch?", frozen=True, kw_only=True):
+    step: int
+
+
+class StepStats(Message, frozen=True, kw_only=True):
+    """What the learner saw in one training batch. Log-probs in nats, norms before clipping."""
+
+    loss: float
+    grad_norm: float
+    reward_mean: float
+    """Over scored rollouts."""
+    zero_signal_groups: int
+    groups: int
+    mean_lag: float
+    """Batches, over the rollouts' oldest tokens."""
+    max_lag: int
+    mismatch: float
+    """Mean of |log-prob here - log-prob at sampling| over the response tokens trained on."""
+    effective_sample_size: float
+    """(sum w)^2 / sum w^2 of the importance weights over their number, in (0, 1]."""
+    seconds: float
+    """Of the training step."""
+    padding_share: float
+    wait_seconds: float = 0.0
+    """Time the learner waited for this batch."""
+
+
+class StepDone(Message, tag="step", frozen=True, kw_only=True):
+    """Batch `step` is behind the learner. `version` is the policy version now (the same as before if skipped)."""
+
+    step: int
+    version: int
+    trained: bool
+    reason: str
+    """Why it was skipped, if it was."""
+    fates: dict[str, tuple[int, ...]]
+    """Fate -> work ids: trained, zero_signal or stale, each rollout of the batch once."""
+    stats: StepStats
+
+
+class Checkpointed(Message, tag="checkpointed", frozen=True, kw_only=True):
+    """A complete checkpoint of the state after `step` batches is on disk."""
+
+    step: int
+    version: int
+    path: str
+
+
+# --- allocator -> peers ------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
+    run: str
+    heartbeat_s: float
+    silence_s: float
+    next_step: int
+    """Training batch the allocator will hand out next: the learner starts from the checkpoint behind so many."""
+    weights: WeightsInfo | None
+    """Newest weights; None until the learner has published."""
+
+
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
+    """Said once, then the peer is not listened to."""
+
+    reason: str
+
+
+class Alive(Message, tag="alive", frozen=True, kw_only=True):
+    """The allocator's heartbeat."""
+
+
+class WorkOrder(Message, frozen=True, kw_only=True):
+    """A work item with what a producer needs to do it."""
+
+    work: int
+    attempt: int
+    prompt: str
+    prompt_tokens: bytes
+    """Prompt token ids, int32 [P], template and BOS applied once when the data was prepared."""
+    answer: str
+    """Gold answer, for the verifier."""
+
+
+class Work(Message, tag="work", frozen=True, kw_only=True):
+    orders: tuple[WorkOrder, ...]
+
+
+class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
+    works: tuple[int, ...]
+    reason: str
+
+
+class NewWeights(Message, tag="weights", frozen=True, kw_only=True):
+    weights: WeightsInfo
+
+
+class TrainRollout(Message, frozen=True, kw_only=True):
+    work: int
+    reward: float
+    tokens: bytes
+    logprobs: bytes
+    spans: tuple[tuple[int, int, int], ...]
+    truncated: bool
+
+
+class TrainGroup(Message, frozen=True, kw_only=True):
+    """All scored rollouts of one visit to a prompt, in launch order. Sizes differ from group to group."""
+
+    group: int
+    prompt: str
+    prompt_tokens: bytes
+    weight: float
+    rollouts: tuple[TrainRollout, ...]
+
+
+class Batch(Message, tag="batch", frozen=True, kw_only=True):
+    step: int
+    groups: tuple[TrainGroup, ...]
+
+
+class Stop(Message, tag="stop", frozen=True, kw_only=True):
+    """The run ends: finish what cannot be interrupted, save, say goodbye."""
+
+    reason: str
+    final: bool
+    """True: all steps are done. False: interrupted, or something failed."""
+
+
+class PeerStatus(Message, frozen=True, kw_only=True):
+    role: str
+    name: str
+    version: int
+    in_flight: int
+    silent_s: float
+    waiting_for: str
+
+
+class Status(Message, tag="status", frozen=True, kw_only=True):
+    """A picture of the run for people and the supervisor."""
+
+    phase: str
+    step: int
+    steps: int
+    version: int
+    rollouts: int
+    tokens: dict[str, int]
+    """Fate -> tokens, and `generated`, their sum."""
+    accuracy: tuple[tuple[int, float], ...]
+    """(step, held-out accuracy)."""
+    last_step: StepStats | None
+    peers: tuple[PeerStatus, ...]
+    waits: tuple[str, ...]
+    """What the run waits for, in words."""
+
+
+# --- producer <-> weight server ----------------------------------------------------------------------------------
+
+
+class ChunkRequest(Message, tag="chunk?", frozen=True, kw_only=True):
+    """Bytes of published weights, from `offset` on."""
+
+    version: int
+    offset: int
+
+
+class Chunk(Message, tag="chunk", frozen=True, kw_only=True):
+    version: int
+    offset: int
+    data: bytes
+
+
+class ChunkRefused(Message, tag="nochunk", frozen=True, kw_only=True):
+    version: int
+    reason: str
+
+
+ToWeightServer = ChunkRequest
+FromWeightServer = Chunk | ChunkRefused
+
+ToAllocator = (
+    Hello
+    | Goodbye
+    | Heartbeat
+    | StatusRequest
+    | StopRequest
+    | Ask
+    | Loaded
+    | Rollouts
+    | Published
+    | BatchRequest
+    | StepDone
+    | Checkpointed
+)
+ToPeer = Welcome | Refused | Alive | Work | Cancel | NewWeights | Batch | Stop | Status

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gvm_stream.config import AllocationSection, Config, DataSection, LearnerSection, ModelSection, SamplingSection
+from gvm_stream.learner.batch import Row, pack
+from gvm_stream.learner.model import response_logprobs
+from gvm_stream.learner.trainer import StepResult, Trainer
+from gvm_stream.wire.messages import TrainGroup, TrainRollout
+
+PROMPT = [1, 2, 3]
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    shape = LlamaConfig(
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    model = LlamaForCausalLM(shape)
+    model.train(False)
+    return model
+
+
+def make_config(learner: LearnerSection, max_lag: int = 1, temperature: float = 1.0, dtype: str = "float32") -> Config:
+    return Config(
+        model=ModelSection(path="-", dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+        data=DataSection(train="-"),
+        allocation=AllocationSection(max_lag=max_lag),
+        sampling=SamplingSection(temperature=temperature),
+        learner=learner,
+    )
+
+
+def score(model: LlamaForCausalLM, tokens: list[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs of a response after PROMPT: one row, no padding, all logits."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def rollout(
+    model: LlamaForCausalLM, work: int, tokens: list[int], reward: float, version: int = 0, off_by: float = 0.0
+) -> TrainRollout:
+    logprobs = score(model, tokens).numpy() + np.float32(off_by)
+    return TrainRollout(
+        work=work,
+        reward=reward,
+        tokens=np.array(tokens, "<i4").tobytes(),
+        logprobs=logprobs.astype("<f4").tobytes(),
+        spans=((version, 0, len(tokens)),),
+        truncated=False,
+    )
+
+
+def group(number: int, *rollouts: TrainRollout) -> TrainGroup:
+    prompt = np.array(PROMPT, "<i4").tobytes()
+    return TrainGroup(group=number, prompt=f"train-{number}", prompt_tokens=prompt, weight=1.0, rollouts=rollouts)
+
+
+def good_and_bad(model: LlamaForCausalLM, number: int = 0) -> TrainGroup:
+    return group(number, rollout(model, 2 * number, [4, 5], 1.0), rollout(model, 2 * number + 1, [6, 7, 8], 0.0))
+
+
+def train(trainer: Trainer, *groups: TrainGroup, version: int = 0) -> StepResult:
+    return trainer.train(0, groups, version, lambda: None)
+
+
+def bits(trainer: Trainer, model: LlamaForCausalLM) -> list[bytes]:
+    state = trainer.state_dict()["optimizer"]["state"]
+    moments = [value for _, entry in sorted(state.items()) for _, value in sorted(entry.items())]
+    return [tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *moments]]
+
+
+def first_gradient(trainer: Trainer) -> Tensor:
+    """After one step the first moment is (1 - beta1) times the gradient."""
+    state = trainer.state_dict()["optimizer"]["state"]
+    return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)]) / (1 - LearnerSection().betas[0])
+
+
+def test_training_raises_the_probability_of_the_rewarded_response() -> None:
+    model = make_model()
+    good, bad = score(model, [4, 5]).sum(), score(model, [6, 7, 8]).sum()
+    trainer = Trainer(make_config(LearnerSection(lr=3e-3)), model)
+    for _ in range(20):
+        assert train(trainer, good_and_bad(model)).trained
+    assert score(model, [4, 5]).sum() > good + 1
+    assert score(model, [6, 7, 8]).sum() < bad - 1
+
+
+def test_padded_log_probs_equal_those_of_each_row_alone() -> None:
+    model = make_model()
+    responses = [[4, 5, 6, 7, 8, 9], [10], [11, 4, 11]]
+    rows = [
+        Row(0, w, len(PROMPT), np.array(PROMPT + r, np.int32), np.zeros(len(r), np.float32), 1.0, 1.0)
+        for w, r in enumerate(responses)
+    ]
+    longer_prompt = replace(rows[0], prompt_length=len(PROMPT) + 2, logprobs=rows[0].logprobs[2:])
+    (batch,) = pack([*rows, longer_prompt], 1000)
+    found = response_logprobs(model, batch, temperature=0.7)
+    expected = [score(model, r, 0.7) for r in (responses[0], responses[0], responses[2], responses[1])]
+    expected[1] = expected[1][2:]
+    assert found.dtype == torch.float32
+    for logp, alone in zip(found, expected, strict=True):
+        torch.testing.assert_close(logp[: len(alone)], alone, atol=1e-5, rtol=0)
+        assert not logp[len(alone) :].any()
+
+
+@pytest.mark.parametrize(("aggregate", "loss"), [("seq_sum", "pg"), ("seq_mean", "ppo_clip"), ("token_mean", "pg")])
+def test_the_gradient_does_not_depend_on_the_micro_batch_split(aggregate: str, loss: str) -> None:
+    gradients = []
+    for micro_batch_tokens in (1, 2 * 4, 4 * 4, 10_000):
+        model = make_model()
+        long = [4 + i % 8 for i in range(97)]
+        groups = [
+            group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, long, 0.0)),
+            group(2, rollout(model, 3, [5], 1.0), rollout(model, 4, [6], 0.0)),
+            group(3, rollout(model, 5, [7, 8], 1.0), rollout(model, 6, [9], 1.0)),
+        ]
+        settings = msgspec.convert(
+            {"aggregate": aggregate, "loss": loss, "micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9},
+            LearnerSection,
+        )
+        trainer = Trainer(make_config(settings), model)
+        assert train(trainer, *groups).trained
+        gradients.append(first_gradient(trainer))
+    assert gradients[0].abs().max() > 1e-3
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], atol=1e-5, rtol=0)
+
+
+def test_groups_without_signal_keep_the_other_prompts_weight() -> None:
+    norms = []
+    for silent in (0, 3):
+        model = make_model()
+        groups = [group(9, rollout(model, 90, [4], 0.0), rollout(model, 91, [5], 0.0))] * silent
+        norms.append(train(Trainer(make_config(LearnerSection()), model), good_and_bad(model), *groups).stats.grad_norm)
+    assert norms[1] == pytest.approx(norms[0] / 4, rel=1e-5)
+
+
+def test_a_batch_without_signal_leaves_everything_as_it_was() -> None:
+    model = make_model()
+    trainer = Trainer(make_config(LearnerSection(lr=0.1, weight_decay=0.1, warmup_steps=5)), model)
+    assert train(trainer, good_and_bad(model)).trained
+    before = bits(trainer, model)
+    result = train(trainer, group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, [5], 1.0)))
+    assert not result.trained
+    assert result.reason == "no usable token: of 2 rollouts 0 are stale and 2 give no signal"
+    assert result.fates == {"trained": (), "zero_signal": (1, 2), "stale": ()}
+    assert result.stats.zero_signal_groups == 1
+    assert bits(trainer, model) == before
+    assert (trainer.trained_steps, trainer.skipped_in_a_row) == (1, 1)
+    assert not train(trainer).trained
+    assert trainer.skipped_in_a_row == 2
+    assert train(trainer, good_and_bad(model)).trained
+    assert trainer.skipped_in_a_row == 0
+
+
+def test_stale_rollouts_are_left_out_and_reported() -> None:
+    model = make_model()
+    fresh = good_and_bad(model)
+    stale = rollout(model, 7, [9], 1.0, version=-3)
+    result = train(Trainer(make_config(LearnerSection(), max_lag=2), model), group(0, *fresh.rollouts, stale))
+    assert result.fates == {"trained": (0, 1), "zero_signal": (), "stale": (7,)}
+    assert (result.stats.max_lag, result.stats.mean_lag) == (3, 1.0)
+    assert result.stats.reward_mean == pytest.approx(2 / 3)
+    alone = train(Trainer(make_config(LearnerSection(), max_lag=2), make_model()), fresh)
+    assert result.stats.grad_norm == alone.stats.grad_norm
+
+
+def test_a_loss_that_is_not_a_number_skips_the_step_and_names_the_group() -> None:
+    model = make_model()
+    healthy = good_and_bad(model, 0)
+    poisoned = msgspec.structs.replace(good_and_bad(model, 31), prompt_tokens=np.array([1, 11], "<i4").tobytes())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[11] = math.nan
+    trainer = Trainer(make_config(LearnerSection(micro_batch_tokens=1)), model)
+    before = bits(trainer, model)
+    result = train(trainer, healthy, poisoned)
+    assert not result.trained
+    assert result.reason == "the loss is nan in the micro-batch of group 31"
+    assert result.fates == {"trained": (), "zero_signal": (0, 1, 62, 63), "stale": ()}
+    assert bits(trainer, model) == before
+    assert train(trainer, healthy).trained  # nothing of the bad step is left in the gradients
+
+
+def test_a_gradient_norm_that_is_not_finite_skips_the_step() -> None:
+    model = make_model()
+    batch = good_and_bad(model, 4)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e24)
+    trainer = Trainer(make_config(LearnerSection(importance_cap=0)), model)
+    before = bits(trainer, model)
+    result = train(trainer, batch)
+    assert math.isfinite(result.stats.loss)
+    assert result.reason == "the gradient norm is inf over the micro-batches of group 4"
+    assert bits(trainer, model) == before
+
+
+def test_the_gradient_norm_is_reported_as_it_was_before_clipping() -> None:
+    results = []
+    for limit in (1e9, 1e-3):
+        model = make_model()
+        trainer = Trainer(make_config(LearnerSection(max_grad_norm=limit)), model)
+        results.append((train(trainer, good_and_bad(model)).stats.grad_norm, float(first_gradient(trainer).norm())))
+    (norm, applied), (norm_clipped, applied_clipped) = results
+    assert norm == norm_clipped == pytest.approx(applied, rel=1e-5)
+    assert applied_clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_warm_up_counts_trained_steps_only() -> None:
+    model = make_model()
+    trainer = Trainer(make_config(LearnerSection(lr=1.0e-4, warmup_steps=4)), model)
+    silent = group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, [5], 1.0))
+    rates = []
+    for batch in (good_and_bad(model), silent, *[good_and_bad(model)] * 4):
+        train(trainer, batch)
+        rates.append(trainer.state_dict()["optimizer"]["param_groups"][0]["lr"])
+    assert rates == pytest.approx([0.25e-4, 0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
+
+
+def test_progress_is_reported_after_every_micro_batch() -> None:
+    model = make_model()
+    beats: list[None] = []
+    trainer = Trainer(make_config(LearnerSection(micro_batch_tokens=1)), model)
+    trainer.train(0, [good_and_bad(model, 0), good_and_bad(model, 1)], 0, lambda: beats.append(None))
+    assert len(beats) == 4
+
+
+def test_mismatch_and_effective_sample_size_by_hand() -> None:
+    model = make_model()
+    shifted = group(1, rollout(model, 1, [4], 1.0, off_by=-math.log(3)), rollout(model, 2, [6], 0.0, off_by=0.0))
+    stats = train(Trainer(make_config(LearnerSection()), model), shifted).stats
+    assert stats.mismatch == pytest.approx(math.log(3) / 2, rel=1e-5)
+    assert stats.effective_sample_size == pytest.approx((3 + 1) ** 2 / (9 + 1) / 2, rel=1e-5)
+    extreme = group(1, rollout(model, 1, [4], 1.0, off_by=-90), rollout(model, 2, [6, 7], 0.0))
+    assert train(Trainer(make_config(LearnerSection()), make_model()), extreme).clamped_tokens == 1
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
+    model = make_model()
+    config = make_config(LearnerSection(lr=1e-3, warmup_steps=3))
+    batch = good_and_bad(model)
+    trainer = Trainer(config, model)
+    train(trainer, batch)
+    resumed_model = make_model()
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = Trainer(config, resumed_model)
+    resumed.load_state_dict(deepcopy(trainer.state_dict()))  # torch shares the tensors of the moments otherwise
+    train(trainer, batch)
+    train(resumed, batch)
+    assert bits(resumed, resumed_model) == bits(trainer, model)
+
+
+def test_bfloat16_passes_keep_float32_masters() -> None:
+    model = make_model()
+    config = make_config(LearnerSection(lr=1e-6), dtype="bfloat16")
+    before = model.lm_head.weight.detach().clone()
+    assert train(Trainer(config, model), good_and_bad(model)).trained
+    change = (model.lm_head.weight - before).abs().max()
+    assert model.lm_head.weight.dtype == torch.float32
+    assert 0 < change < 1e-5  # below what bfloat16 weights could take up
