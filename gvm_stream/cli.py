@@ -7,17 +7,25 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from gvm_stream.errors import ConfigError, GvmStreamError
 
 OVERRIDES = "any key of the configuration can be overridden by --section.key=value, for example --run.steps=50"
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 wrong configuration or data, 130 interrupted, 1 any other error."""
-    options, rest = _parser().parse_known_args(arguments)
     try:
-        overrides = _overrides(rest)
+        rest, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
+        options, unknown = _parser().parse_known_args(rest)
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]!r}; {OVERRIDES}")
         return int(options.command(options, overrides))
     except GvmStreamError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -27,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gvm-stream",
         description="Reinforcement learning with verifiable rewards: an asynchronous stream with an online allocator.",
         epilog=OVERRIDES,
@@ -69,16 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _overrides(rest: Sequence[str]) -> list[str]:
-    """`--a.b=value` and `--a.b value`. Anything else is a mistake."""
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--a.b=value` and `--a.b value` are overrides, all else is for argparse, which would take `value` for a file."""
+    rest: list[str] = []
     overrides: list[str] = []
-    words = iter(rest)
+    words = iter(arguments)
     for word in words:
-        key = word.partition("=")[0]
-        if not word.startswith("--") or "." not in key:
-            raise ConfigError(f"unknown argument {word!r}; {OVERRIDES}")
-        overrides.append(word if "=" in word else f"{word}={next(words, '')}")
-    return overrides
+        key, equals, _ = word.partition("=")
+        if not key.startswith("--") or "." not in key:
+            rest.append(word)
+        elif equals:
+            overrides.append(word)
+        else:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"{word} has no value; {OVERRIDES}")
+            overrides.append(f"{word}={value}")
+    return rest, overrides
 
 
 def _logging(name: str) -> None:
@@ -95,7 +110,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError("give either a configuration file, or --resume DIR with the directory of a run")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     path = options.resume / "config.json" if options.resume else options.file
-    return run(load_config(path, overrides), resume=options.resume is not None, plain=options.plain)
+    return run(load_config(path, overrides), resume=options.resume, plain=options.plain)
 
 
 def _allocator(options: argparse.Namespace, overrides: list[str]) -> int:

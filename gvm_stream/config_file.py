@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ AGREED = (
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path` (TOML, or the config.json of a run) and apply `overrides` ("section.key=value", the value as in TOML, or bare text).
+    """Read `path` (TOML, or the config.json of a run) and apply `overrides`: "section.key=value", the value as in TOML
+    or a bare text.
 
     Relative paths of data and model are meant relative to the file, where they exist there. Raises ConfigError.
     """
@@ -56,6 +58,8 @@ def parse_config(raw: dict[str, Any], source: str) -> Config:
         )
         hint = f'did you mean "{nearest[0]}"?' if nearest else f"there are {', '.join(known)}"
         raise ConfigError(f'unknown key "{key}" in {source}; {hint}')
+    for key, value in _not_finite(raw, ""):
+        raise ConfigError(f"{key} = {value} in {source}: expected a finite number")
     try:
         return msgspec.convert(raw, Config)
     except msgspec.ValidationError as error:
@@ -100,10 +104,12 @@ def _document(section: Any, name: str, lines: list[str]) -> None:  # noqa: ANN40
 
 def _toml(value: Any) -> str:  # noqa: ANN401
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return msgspec.json.encode(value).decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")  # legal in JSON, not in TOML
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -135,10 +141,25 @@ def _unknown_keys(raw: Any, struct: type[msgspec.Struct], prefix: str) -> Iterat
             yield from _unknown_keys(value, hints[key], f"{prefix}{key}.")
 
 
+def _not_finite(raw: Any, key: str) -> Iterator[tuple[str, float]]:  # noqa: ANN401
+    """Numbers that TOML has, but no bound, no JSON (the config.json of a run) and no formula can deal with."""
+    if isinstance(raw, float) and not math.isfinite(raw):
+        yield key, raw
+    elif isinstance(raw, dict):
+        for name, value in raw.items():
+            yield from _not_finite(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(raw, list):
+        for i, value in enumerate(raw):
+            yield from _not_finite(value, f"{key}[{i}]")
+
+
 def _sentence(error: msgspec.ValidationError, raw: dict[str, Any], source: str) -> str:
     """msgspec says "Expected `int` >= 0 - at `$.allocation.max_lag`"; people want key, value and file."""
     text, _, where = str(error).partition(" - at `$")
     key = where.rstrip("`").lstrip(".")
+    _, missing, name = text.partition(" missing required field ")
+    if missing:
+        return f"{key}.{name.strip('`')}".lstrip(".") + f" is missing in {source}: it has no default"
     if not key:
         return f"{source}: {text}"
     value: Any = raw

@@ -60,7 +60,8 @@ def evaluate(config: Config, checkpoint: Path | None, *, as_json: bool) -> str:
         return msgspec.json.encode(result).decode()
     return (
         f"held-out accuracy {accuracy:.3f} (standard error {error:.3f}) of {config.model.path}: "
-        f"{len(heldout)} prompts, {len(rewards)} scored samples, {result['unscorable']} unscorable, {result['truncated']} truncated, "
+        f"{len(heldout)} prompts, {len(rewards)} scored samples, {result['unscorable']} unscorable, "
+        f"{result['truncated']} truncated, "
         f"{result['mean_tokens']:.1f} tokens on average"
     )
 

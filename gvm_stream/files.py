@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from gvm_stream.errors import StreamError
@@ -20,5 +21,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what stopped the writing may stop this, too; then nothing was written
+            temporary.unlink()
         raise StreamError(f"{path} cannot be written: {error.strerror}") from error

@@ -113,9 +113,11 @@ class Metrics:
         (metric.labels(label) if label else metric).set(value)
 
     def observe(self, name: str, value: float) -> None:
+        """Add to a histogram; what is not a finite number is left out, for its sum would never be one again."""
         metric = self._metrics[name]
         assert isinstance(metric, Histogram), name
-        metric.observe(value)
+        if math.isfinite(value):
+            metric.observe(value)
 
     @contextmanager
     def serve(self, config: MetricsSection) -> Iterator[int]:

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import msgspec
 import trio
+import zmq
 
-from gvm_stream.config import Config
+from gvm_stream.config import Config, StreamSection
 from gvm_stream.errors import ConfigError, GvmStreamError, StreamError
 from gvm_stream.files import write_atomically
 from gvm_stream.process import leaf_error, set_on_signal
 from gvm_stream.progress import Progress
-from gvm_stream.wire.link import Link, open_link
-from gvm_stream.wire.messages import Status, StatusRequest
+from gvm_stream.wire.link import open_link
+from gvm_stream.wire.sockets import bind_router
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,9 @@ class Supervisor:
             if not status or self._stopping:
                 return
             if not self._restarts_left or status == ConfigError.exit_status:
-                self._fail(f"{child.name} ended ({_status(status)}), {self._restarts_left} restarts left: {child.last_words()}")
+                self._fail(
+                    f"{child.name} ended ({_status(status)}), {self._restarts_left} restarts left: {child.last_words()}"
+                )
                 return
             self._restarts_left -= 1
             self._progress.note(f"{child.name} ended ({_status(status)}) and is started again: {child.last_words()}")
@@ -147,27 +150,23 @@ class Supervisor:
         try:
             async with open_link(
                 self._config.stream, role="observer", name="run", agreed={}, patience_s=math.inf
-            ) as link, trio.open_nursery() as nursery:
-                nursery.start_soon(self._ask_status, link)
-                async for message in link.messages():
-                    if isinstance(message, Status):
-                        self._progress.show(message)
+            ) as link:
+                while True:
+                    self._progress.show(await link.status())
+                    await trio.sleep(STATUS_INTERVAL_S)
         except* GvmStreamError as group:
             log.debug("no more status: %s", leaf_error(group))
 
-    async def _ask_status(self, link: Link) -> None:
-        while True:
-            await link.send(StatusRequest())
-            await trio.sleep(STATUS_INTERVAL_S)
 
-
-def run(config: Config, *, resume: bool, plain: bool) -> int:
-    """The whole run; its exit status: 0 finished, 130 interrupted, else failed. Raises GvmStreamError."""
-    folder = Path(config.run.dir) if resume else free_folder(Path(config.run.dir))
+def run(config: Config, *, resume: Path | None, plain: bool) -> int:
+    """The whole run, in `run.dir` or continued in `resume`; its exit status: 0 finished, 130 interrupted, else failed.
+    Raises GvmStreamError."""
+    check_address(config.stream)
+    folder = resume or free_folder(Path(config.run.dir))
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder)))
     write_atomically(folder / "config.json", msgspec.json.format(msgspec.json.encode(config)))
     with Progress(config, folder, plain=plain) as progress:
-        supervisor = Supervisor(config, folder, resume=resume, progress=progress)
+        supervisor = Supervisor(config, folder, resume=resume is not None, progress=progress)
         trio.run(supervisor.run)
     report_path = folder / "report.json"
     again = f"; continue with: gvm-stream run --resume {folder}"
@@ -182,11 +181,31 @@ def run(config: Config, *, resume: bool, plain: bool) -> int:
     return 0 if report["outcome"] == "finished" else 130
 
 
+def check_address(stream: StreamSection) -> None:
+    """Raise what the allocator would, before anything is written or started: while it finds out that its port is taken,
+    the other processes would join the run that listens there."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        bind_router(
+            context,
+            stream.address,
+            "stream.address",
+            plaintext=stream.allow_plaintext,
+            limit_mib=stream.max_message_mib,
+        ).close()
+    finally:
+        context.term()
+
+
 def free_folder(wanted: Path) -> Path:
     """`wanted`, or the first of wanted-2, wanted-3, ... that does not hold a run."""
     for number in range(1, 10_000):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        if not folder.exists() or not any(folder.iterdir()):
+        try:
+            taken = folder.exists() and any(folder.iterdir())
+        except OSError as error:
+            raise ConfigError(f'run.dir = "{folder}" cannot be used as a folder: {error.strerror}') from error
+        if not taken:
             return folder
     raise ConfigError(f'run.dir = "{wanted}": there are 10,000 runs beside it; choose another folder')
 

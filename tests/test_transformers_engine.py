@@ -1,30 +1,19 @@
-"""The `transformers` engine beyond the contract: architectures, slots, cache policies, checkpoints, broken numbers."""
+"""The `transformers` engine beyond the contract: models, slots, cache policies, weights files, broken numbers."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from gvm_stream.errors import ModelError, WeightsError
+from gvm_stream.errors import WeightsError
 from gvm_stream.producers.engine import Completion, Request
-from gvm_stream.producers.sampling import sample_tokens
 from gvm_stream.producers.transformers_engine import REFILL_STEPS, TransformersEngine
 from tests.tiny_models import (
     FAMILIES,
@@ -333,7 +322,7 @@ def test_a_bfloat16_engine_gives_float32_logprobs_near_those_of_the_float32_mode
         completion = completions[request.id]
         assert completion.logprobs.dtype == np.float32
         expected = full_forward_logprobs(llama, request, completion.tokens)
-        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=0.5)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=0.2)
 
 
 def test_the_generation_config_of_the_checkpoint_does_not_touch_sampling(llama: Path, tmp_path: Path) -> None:
@@ -343,86 +332,3 @@ def test_the_generation_config_of_the_checkpoint_does_not_touch_sampling(llama: 
     requests = requests_for(random_prompts(4))
     plain, configured = run(engine_for(llama), requests), run(engine_for(configured_model), requests)
     assert all(plain[i].tokens.tolist() == configured[i].tokens.tolist() for i in plain)
-
-
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.path = .*nowhere"):
-        engine_for(tmp_path / "nowhere")
-
-
-def test_a_damaged_checkpoint_is_refused(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
-    weights = (llama / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(weights[:-100])
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        engine_for(tmp_path)
-
-
-def test_a_checkpoint_without_all_weights_is_refused(llama: Path, tmp_path: Path) -> None:
-    weights = load_file(llama / "model.safetensors")
-    drop(weights)
-    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
-        engine_for(tmp_path)
-
-
-def test_more_positions_than_the_model_has_are_refused(llama: Path) -> None:
-    with pytest.raises(ModelError, match="64 positions; at least max_length = 65"):
-        engine_for(llama, max_length=65)
-
-
-def test_sliding_windows_shorter_than_a_row_are_refused(tmp_path: Path) -> None:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        use_sliding_window=True,
-        sliding_window=32,
-        max_window_layers=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"window of 32 tokens; .* at least max_length = 64"):
-        engine_for(tmp_path)
-    request = requests_for([prompt(1, 2)])[0]
-    assert_logprobs(tmp_path, request, run(engine_for(tmp_path, max_length=32), [request])[0])
-
-
-def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1)
-    MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="MambaForCausalLM does not support"):
-        engine_for(tmp_path)
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    logits=st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    seed=st.integers(0, 2**32),
-)
-def test_tokens_are_drawn_with_their_probability(logits: list[float], temperature: float, seed: int) -> None:
-    n = 20_000
-    rows = torch.tensor(logits).expand(n, -1)
-    tokens, logprobs = sample_tokens(rows, torch.full((n,), temperature), torch.Generator().manual_seed(seed))
-    probabilities = np.exp(np.array(logits) / temperature)
-    probabilities /= probabilities.sum()
-    np.testing.assert_allclose(logprobs.numpy(), np.log(probabilities)[tokens.numpy()], atol=1e-5)
-    shares = np.bincount(tokens.numpy(), minlength=len(logits)) / n
-    # Five standard errors of a share; the second term is the continuity correction of rare tokens.
-    assert (np.abs(shares - probabilities) < 5 * np.sqrt(probabilities * (1 - probabilities) / n) + 5 / n).all()
-
-
-def test_equal_logits_have_the_logprob_of_a_fair_die() -> None:
-    _, logprobs = sample_tokens(torch.zeros(3, 6), torch.tensor([0.5, 1.0, 1.5]), torch.Generator().manual_seed(0))
-    np.testing.assert_allclose(logprobs.numpy(), -math.log(6), rtol=1e-6)
-
-
-def test_a_forbidden_token_is_never_drawn_and_an_undefined_row_has_no_logprob() -> None:
-    logits = torch.tensor([[0.0, -math.inf, 0.0]] * 500 + [[0.0, math.nan, 0.0], [-math.inf] * 3, [0.0, math.inf, 0.0]])
-    tokens, logprobs = sample_tokens(logits, torch.ones(503), torch.Generator().manual_seed(0))
-    assert set(tokens[:500].tolist()) == {0, 2}
-    assert logprobs[500:].isnan().all()

@@ -26,7 +26,7 @@ class TokenAccount:
         self.tokens[fate] += tokens
 
     def move(self, source: Fate, target: Fate, tokens: int) -> None:
-        if self.tokens[source] < tokens or self.rollouts[source] < 1:
+        if not 0 <= tokens <= self.tokens[source] or self.rollouts[source] < 1:
             raise ValueError(
                 f"cannot move a rollout of {tokens} tokens from {source}: it holds {self.rollouts[source]} rollouts "
                 f"with {self.tokens[source]} tokens"

@@ -78,8 +78,7 @@ class Broker:
         match message:
             case m.Heartbeat():
                 peer.waiting_for = message.waiting_for
-                peer.hear(message.running, now)
-                if peer.role == "learner" and not message.waiting_for:
+                if peer.hear(message.running, now) or (peer.role == "learner" and not message.waiting_for):
                     self._progress_at = now
             case m.StatusRequest():
                 self._send(identity, self.status(now))
@@ -229,8 +228,7 @@ class Broker:
     def _published(self, message: m.Published) -> None:
         if self._weights is None:
             self.work.allocator.start(message.weights.version)
-            if not self.record.evaluations:
-                self.work.evaluation.schedule(message.step, message.weights.version, self.config.eval.samples)
+            self._evaluate_if_due(message.step, message.weights.version)
         self._weights = message.weights
         for producer in self.peers.of("producer"):
             self._send(producer.identity, m.NewWeights(weights=message.weights))
@@ -243,12 +241,16 @@ class Broker:
             return
         generated = self.work.allocator.account.generated
         self.record.step_done(done, seconds=self.seconds(now), generated=generated, rollouts=self.work.rollouts_trained)
+        self._evaluate_if_due(self.work.allocator.settled_steps, done.version)
+
+    def _evaluate_if_due(self, step: int, version: int) -> None:
         evaluate = self.config.eval
-        settled = self.work.allocator.settled_steps
-        if settled == self.config.run.steps:
-            self.work.evaluation.schedule(settled, done.version, evaluate.samples)
-        elif evaluate.every_steps and settled % evaluate.every_steps == 0:
-            self.work.evaluation.schedule(settled, done.version, evaluate.curve_samples)
+        if any(row.step == step for row in self.record.evaluations):
+            return  # by an earlier process of this run
+        if step in (0, self.config.run.steps):
+            self.work.evaluation.schedule(step, version, evaluate.samples)
+        elif evaluate.every_steps and step % evaluate.every_steps == 0:
+            self.work.evaluation.schedule(step, version, evaluate.curve_samples)
 
     def _checkpointed(self, message: m.Checkpointed, now: float) -> None:
         settled = self.work.allocator.settled_steps
@@ -263,7 +265,10 @@ class Broker:
         if state is None:
             log.info("no checkpoint to continue from: the run begins at the beginning")
             return
-        self.work.restore(state["allocator"])
+        try:
+            self.work.restore(state["allocator"])
+        except ValueError as error:
+            raise StreamError(f"the saved state does not fit this run: {error}") from error
         self.record = msgspec.convert(state["record"], Record)
         log.info("continuing after batch %d", self.work.allocator.settled_steps)
 
@@ -278,12 +283,10 @@ class Broker:
             row = self.record.evaluated(result, seconds=self.seconds(now), generated=generated)
             self._metrics.set("gvm_heldout_accuracy", row.accuracy)
             log.info("held-out accuracy after %d batches: %.3f", row.step, row.accuracy)
-        if self._stop:
+        if self._stop or self._weights is None:
             return
         if work.allocator.settled_steps == self.config.run.steps and work.evaluation.current is None:
             self._begin_stop(m.Stop(reason="all batches are done", final=True), now)
-            return
-        if self._weights is None:
             return
         for peer, order in work.dispatch(self.peers.of("producer"), now):
             self._send(peer.identity, order)
@@ -344,6 +347,8 @@ class Broker:
         for peer in producers:
             if 0 <= peer.version < self.version:
                 waits.append(f"{peer.label} to load policy version {self.version}")
+            if peer.owed:
+                waits.append(f"{peer.label} to return {len(peer.owed)} rollouts that made no progress")
         current = work.evaluation.current
         if current is not None and self._weights is not None:
             waits.append(f"evaluation after batch {current.step}: {current.left} of {current.planned} rollouts")

@@ -55,7 +55,7 @@ class Dispatcher:
 
     def dispatch(self, producers: list[Peer], now: float) -> Iterator[tuple[Peer, m.Work]]:
         """Turn credits into work, a chunk for each producer in turn."""
-        waiting = deque(peer for peer in producers if peer.credits and peer.version >= 0)
+        waiting = deque(peer for peer in producers if peer.credits and peer.version >= 0 and not peer.owed)
         while waiting:
             peer = waiting.popleft()
             slots = min(peer.credits, ORDER_CHUNK)
@@ -78,6 +78,7 @@ class Dispatcher:
         lease = peer.leases.get(rollout.work)
         if lease is not None and lease.attempt == rollout.attempt:
             del peer.leases[rollout.work]
+        peer.owed.discard((rollout.work, rollout.attempt))
         peer.credits += 1
         peer.reported_tokens += outcome.tokens
         if self._tell(rollout.work, rollout.attempt, outcome) and isinstance(outcome, Scored):
@@ -90,6 +91,7 @@ class Dispatcher:
         """The owner of a lease is dead or stuck: its work goes back."""
         log.debug("work %d expired: %s", lease.work, why)
         del peer.leases[lease.work]
+        peer.owed.add((lease.work, lease.attempt))
         self._tell(lease.work, lease.attempt, Expired(reason=why, tokens=lease.tokens))
 
     def release(self, peer: Peer, why: str) -> None:

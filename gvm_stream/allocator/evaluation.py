@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 
 from gvm_stream.allocator.account import TokenAccount
@@ -27,9 +28,8 @@ class EvalRound:
 
     @property
     def standard_error(self) -> float:
-        """Of `accuracy`, by the binomial formula over all samples; NaN if there is none."""
-        n = len(self.rewards)
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / n) if n else math.nan
+        """Of `accuracy` over all samples, std / sqrt(n): the binomial formula for 0/1 rewards; NaN if there is none."""
+        return statistics.pstdev(self.rewards) / math.sqrt(len(self.rewards)) if self.rewards else math.nan
 
 
 class Evaluation:
@@ -55,7 +55,7 @@ class Evaluation:
     def ask(self, slots: int, version: int) -> list[WorkItem]:
         """Up to `slots` items of the current round for a sampler that has policy `version`."""
         current = self.current
-        if current is None or version < current.version:
+        if current is None or self._withdrawn or version < current.version:
             return []
         items: list[WorkItem] = []
         while len(items) < slots and (self._retry or current.queue):
@@ -102,8 +102,5 @@ class Evaluation:
 
     def withdraw(self) -> list[WorkItem]:
         """No more rounds, nothing more issued; the items still running come back."""
-        self._retry.clear()
         self._withdrawn = True
-        for round in self._rounds:
-            round.queue.clear()
         return self.ledger.running()

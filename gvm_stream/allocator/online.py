@@ -119,6 +119,7 @@ class OnlineAllocator:
         self._launch: deque[tuple[int, int, int]] = deque()
         """(group, index, min_version) not issued yet, in launch order."""
         self._retry: deque[WorkItem] = deque()
+        self._withdrawn = False
         self._tokens: dict[int, int] = {}
         """Tokens of scored work whose fate is pending."""
 
@@ -145,7 +146,7 @@ class OnlineAllocator:
     def ask(self, slots: int, version: int) -> list[WorkItem]:
         """Up to `slots` work items for a sampler that has policy `version`; fewer when pacing allows no more."""
         items: list[WorkItem] = []
-        while len(items) < slots:
+        while len(items) < slots and not self._withdrawn:
             if self._retry and self._retry[0].min_version <= version:
                 items.append(self.ledger.reissue(self._retry.popleft()))
             elif self._launch and self._launch[0][2] <= version:
@@ -213,31 +214,31 @@ class OnlineAllocator:
     def settle(self, step: int, version: int, fates: Mapping[Fate, Iterable[int]]) -> None:
         """The learner is done with batch `step`; its policy is `version` now. `fates` names every rollout of it once.
 
-        Raises ValueError if it is not the next batch, the version goes backwards, or the fates do not match the batch.
+        Raises ValueError if it is not the next batch or not complete, the version goes backwards, or the fates do not
+        match the batch; nothing has changed then.
         """
-        if step != self.settled_steps or step not in self._steps:
-            raise ValueError(f"batch {step} cannot be settled: the next one is {self.settled_steps}")
+        if step != self.settled_steps or self.batch(step) is None:
+            raise ValueError(f"batch {step} cannot be settled: the next complete one would be {self.settled_steps}")
         if version < self._versions[-1]:
             raise ValueError(f"policy version {version} is older than {self._versions[-1]}")
         members = {m.work for number in self._steps[step] for m in self._groups[number].members}
-        named = [work for works in fates.values() for work in works]
-        if len(named) != len(members) or set(named) != members:
+        named = [(fate, work) for fate, works in fates.items() for work in works]
+        works = {work for _, work in named}
+        if len(named) != len(members) or works != members:
             raise ValueError(
                 f"the fates of batch {step} name {len(named)} rollouts, the batch has {len(members)}; "
-                f"{len(members.symmetric_difference(named))} are not in both"
+                f"{len(members ^ works)} are not in both"
             )
-        for fate, works in fates.items():
-            for work in works:
-                self.account.move(Fate.PENDING, fate, self._tokens.pop(work))
+        for fate, work in named:
+            self.account.move(Fate.PENDING, fate, self._tokens.pop(work))
         for number in self._steps.pop(step):
             del self._groups[number]
         self.settled_steps += 1
         self._versions.append(version)
 
     def withdraw(self) -> list[WorkItem]:
-        """Nothing more is to be issued; the items still running come back (the caller cancels them)."""
-        self._launch.clear()
-        self._retry.clear()
+        """Nothing more is issued; the items still running come back (the caller cancels them)."""
+        self._withdrawn = True
         return self.ledger.running()
 
     # --- for people ---
@@ -295,6 +296,7 @@ class OnlineAllocator:
         self._epoch, self._order = state["epoch"], deque(state["order"])
         self._groups, self._steps, self._tokens = {}, {}, {}
         self._launch, self._retry, self.ledger = deque(), deque(), Ledger()
+        self._withdrawn = False
         for offset, groups in enumerate(state["plans"]):
             self._add_step(self.settled_steps + offset, [(p, n) for p, n in groups])
 

@@ -41,6 +41,9 @@ class Peer:
     """Tokens of all outcomes it has sent."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """By work."""
+    owed: set[tuple[int, int]] = field(default_factory=set)
+    """(work, attempt) of expired leases that it has not returned. Until it has, it gets no work: a stuck producer would
+    only get stuck again, and it tells two attempts at the same work apart by order alone."""
 
     def take(self, work: int, attempt: int, now: float) -> None:
         """One credit turns into a lease."""
@@ -49,11 +52,15 @@ class Peer:
         self.credits -= 1
         self.leases[work] = Lease(work, attempt, 0, now)
 
-    def hear(self, running: dict[int, int], now: float) -> None:
+    def hear(self, running: dict[int, int], now: float) -> bool:
+        """Renew the leases of rollouts with new tokens; True if there is one."""
+        progress = False
         for work, tokens in running.items():
             lease = self.leases.get(work)
             if lease is not None and tokens > lease.tokens:
                 lease.tokens, lease.progress_at = tokens, now
+                progress = True
+        return progress
 
     def stalled(self, now: float, progress_s: float) -> list[Lease]:
         return [lease for lease in self.leases.values() if now - lease.progress_at > progress_s]

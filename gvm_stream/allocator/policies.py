@@ -39,9 +39,12 @@ def plan(values: Floats, budget: int, least: int, most: int) -> Ints:
 
     Greedy by marginal gain v / (n (n - 1)), which is exact for a separable convex sum (Fox 1966). Ties go to the
     prompt with fewer rollouts, then to the earlier one, so equal values (also all zero) give a uniform plan.
-    Raises ValueError for a budget out of reach, or values that are negative or not finite.
+    Raises ValueError for `least` under 2 (one rollout has no others to compare with), a budget out of reach, or values
+    that are negative or not finite.
     """
     count = len(values)
+    if least < 2:
+        raise ValueError(f"a prompt needs at least 2 rollouts, not {least}")
     if not count * least <= budget <= count * most:
         raise ValueError(f"{budget} rollouts cannot be spread over {count} prompts with {least} to {most} each")
     if not np.all(np.isfinite(values)) or np.any(values < 0):

@@ -14,6 +14,7 @@ from types import FrameType
 
 import msgspec
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
@@ -41,6 +42,7 @@ def main(config: Config, *, resume: bool) -> None:
         raise ConfigError(
             f'run.dir = "{root}" holds checkpoints already: continue that run with --resume, or choose another folder'
         )
+    disable_progress_bar()
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     feed = Feed(

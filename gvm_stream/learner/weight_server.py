@@ -11,19 +11,16 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
 import trio
 import zmq
 
-from gvm_stream.errors import GvmStreamError
-from gvm_stream.wire.codec import encode
-from gvm_stream.wire.messages import Chunk, ChunkRefused, ChunkRequest, Message, ToWeightServer
+from gvm_stream.errors import GvmStreamError, WireError
+from gvm_stream.wire.codec import decode_to_weight_server, encode
+from gvm_stream.wire.messages import Chunk, ChunkRefused, ChunkRequest, Message
 from gvm_stream.wire.sockets import bind_router
 from gvm_stream.wire.zmq_trio import ZmqSocket
 
 CHUNK_BYTES = 4 << 20
-
-_decoder = msgspec.msgpack.Decoder(ToWeightServer)
 
 
 def answer(folder: Path, request: ChunkRequest) -> Message:
@@ -31,7 +28,7 @@ def answer(folder: Path, request: ChunkRequest) -> Message:
         with (folder / f"v{request.version:08d}.safetensors").open("rb") as file:
             file.seek(request.offset)
             return Chunk(version=request.version, offset=request.offset, data=file.read(CHUNK_BYTES))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last two: an offset that no file has
         return ChunkRefused(version=request.version, reason=f"they are not there any more ({error})")
 
 
@@ -39,8 +36,8 @@ async def serve(folder: Path, socket: ZmqSocket) -> None:
     while True:
         identity, *content = await socket.recv()
         try:
-            request = _decoder.decode(b"".join(content))
-        except msgspec.MsgspecError:
+            request = decode_to_weight_server(content)
+        except WireError:
             continue  # a stray peer; there is nobody to answer in a way it would understand
         reply = await trio.to_thread.run_sync(answer, folder, request)
         socket.try_send([identity, encode(reply)])

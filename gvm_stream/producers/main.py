@@ -43,28 +43,32 @@ async def produce(config: Config, name: str) -> None:
                 agreed=agreed_values(config),
                 patience_s=config.stream.progress_s,
             ) as link,
-            weights_source(config.stream, name) as weights,
-            VerifierPool(config.verifier) as pool,
+            trio.open_nursery() as nursery,
         ):
+            nursery.start_soon(link.beat)
+            leave = trio.Event()
+            nursery.start_soon(set_on_signal, leave)
             make, decode = await trio.to_thread.run_sync(prepare_engine, config, name)
-            async with run_engine(make, to_session) as engine:
+            async with (
+                weights_source(config.stream, name) as weights,
+                VerifierPool(config.verifier) as pool,
+                run_engine(make, to_session) as engine,
+            ):
                 session = Session(config, link, engine, events, pool, weights, decode, metrics)
-                leave = trio.Event()
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(set_on_signal, leave)
-                    reason = await session.run(leave)
-                    nursery.cancel_scope.cancel()
-                log.info("producer %s ends: %s", name, reason)
+                log.info("producer %s ends: %s", name, await session.run(leave))
+            nursery.cancel_scope.cancel()
 
 
 def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Callable[[Sequence[int]], str]]:
     """Heavy imports, then (a maker for the engine's thread to call, the decoder from token ids to text)."""
     import torch
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from gvm_stream.data.encode import end_token_ids
     from gvm_stream.producers.transformers_engine import TransformersEngine
 
+    disable_progress_bar()
     torch.set_num_threads(config.producer.threads)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     end_tokens = end_token_ids(tokenizer, config.model.path)

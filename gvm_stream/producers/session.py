@@ -81,12 +81,12 @@ class Session:
         self._leaving = ""
         """Why work in hand is given back; empty while the producer stays."""
         self._counted_tokens = 0
+        link.heartbeat = self._heartbeat
 
     async def run(self, leave: trio.Event) -> str:
         """Work until the allocator stops the run or `leave` is set; the reason comes back. All work has been returned
         and said goodbye for by then, unless an error ends it."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._link.beat, self._heartbeat)
             nursery.start_soon(self._read_engine)
             nursery.start_soon(self._follow_weights)
             nursery.start_soon(self._send_rollouts)
@@ -100,7 +100,8 @@ class Session:
 
     async def _read_allocator(self) -> str:
         """Orders to the engine until the run stops; why it did."""
-        async for message in self._link.messages():
+        while True:
+            message = await self._link.receive()
             match message:
                 case m.Work():
                     self._submit(message.orders)
@@ -113,7 +114,6 @@ class Session:
                     return message.reason
                 case _:
                     log.warning("the allocator sent %s, which is not for a producer", type(message).__name__)
-        raise AssertionError("messages() never ends by itself")
 
     async def _read_engine(self) -> None:
         async for event in self._events:

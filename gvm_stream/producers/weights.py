@@ -8,22 +8,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import trio
 import zmq
 
 from gvm_stream.config import StreamSection
-from gvm_stream.errors import WeightsError
+from gvm_stream.errors import WeightsError, WireError
 from gvm_stream.weights import verify_weights
-from gvm_stream.wire.codec import encode
+from gvm_stream.wire.codec import decode_from_weight_server, encode
 from gvm_stream.wire.link import identity_of, new_epoch
-from gvm_stream.wire.messages import ChunkRefused, ChunkRequest, FromWeightServer, WeightsInfo
+from gvm_stream.wire.messages import ChunkRefused, ChunkRequest, WeightsInfo
 from gvm_stream.wire.sockets import connect_dealer
 from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
-
-_decoder = msgspec.msgpack.Decoder(FromWeightServer)
 
 
 class WeightsSource:
@@ -42,7 +39,10 @@ class WeightsSource:
             return
         copy = self._folder / f"v{info.version:08d}.safetensors"
         try:
-            await self._fetch(info, copy)
+            try:
+                await self._fetch(info, copy)
+            except (OSError, WireError) as error:
+                raise WeightsError(f"weights of version {info.version} cannot be fetched to {copy}: {error}") from error
             await trio.to_thread.run_sync(verify_weights, info, copy)
             yield copy
         finally:
@@ -63,6 +63,11 @@ class WeightsSource:
                 while file.tell() < info.size:
                     offset = file.tell()
                     chunk = await self._chunk(socket, info, offset)
+                    if not chunk:
+                        raise WeightsError(
+                            f"weights of version {info.version} end after {offset} bytes at {info.address}, expected "
+                            f"{info.size}"
+                        )
                     await trio.to_thread.run_sync(file.write, chunk)
         finally:
             context.term()
@@ -71,7 +76,7 @@ class WeightsSource:
         await socket.send([encode(ChunkRequest(version=info.version, offset=offset))])
         with trio.move_on_after(self._stream.silence_s):
             while True:
-                answer = _decoder.decode((await socket.recv())[0])
+                answer = decode_from_weight_server(await socket.recv())
                 if isinstance(answer, ChunkRefused):
                     raise WeightsError(f"weights of version {info.version} cannot be fetched: {answer.reason}")
                 if (answer.version, answer.offset) == (info.version, offset):

@@ -7,13 +7,15 @@ from typing import TypeVar
 import msgspec
 
 from gvm_stream.errors import WireError
-from gvm_stream.wire.messages import Message, ToAllocator, ToPeer
+from gvm_stream.wire.messages import FromWeightServer, Message, ToAllocator, ToPeer, ToWeightServer
 
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
 _to_allocator = msgspec.msgpack.Decoder(ToAllocator)
 _to_peer = msgspec.msgpack.Decoder(ToPeer)
+_to_weight_server = msgspec.msgpack.Decoder(ToWeightServer)
+_from_weight_server: msgspec.msgpack.Decoder[FromWeightServer] = msgspec.msgpack.Decoder(FromWeightServer)
 
 
 def encode(message: Message) -> bytes:
@@ -28,10 +30,18 @@ def decode_to_peer(frames: list[bytes]) -> ToPeer:
     return _decode(_to_peer, frames)
 
 
+def decode_to_weight_server(frames: list[bytes]) -> ToWeightServer:
+    return _decode(_to_weight_server, frames)
+
+
+def decode_from_weight_server(frames: list[bytes]) -> FromWeightServer:
+    return _decode(_from_weight_server, frames)
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
     if len(frames) != 1:
         raise WireError(f"a message is one frame, got {len(frames)}")
     try:
         return decoder.decode(frames[0])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter: a field nobody knows, nested without end
         raise WireError(f"unreadable message of {len(frames[0])} bytes: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -13,9 +14,21 @@ import zmq
 from gvm_stream.config import StreamSection
 from gvm_stream.errors import StreamError, WireError
 from gvm_stream.wire.codec import decode_to_peer, encode
-from gvm_stream.wire.messages import PROTOCOL, Alive, Heartbeat, Hello, Refused, Role, ToAllocator, ToPeer, Welcome
+from gvm_stream.wire.messages import (
+    PROTOCOL,
+    Alive,
+    Heartbeat,
+    Hello,
+    Refused,
+    Role,
+    Status,
+    StatusRequest,
+    ToAllocator,
+    ToPeer,
+    Welcome,
+)
 from gvm_stream.wire.sockets import connect_dealer
-from gvm_stream.wire.zmq_trio import ZmqSocket
+from gvm_stream.wire.zmq_trio import Frames, ZmqSocket
 
 log = logging.getLogger(__name__)
 
@@ -37,37 +50,49 @@ class Link:
 
     def __init__(self, socket: ZmqSocket, welcome: Welcome, stream: StreamSection) -> None:
         self._socket, self.welcome, self._stream = socket, welcome, stream
-        self._heard_at = trio.current_time()
+        self._received: deque[Frames] = deque()
+        self.heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(waiting_for="its own start")
+        """What the next heartbeat says; replaced by whoever knows more."""
 
     async def send(self, message: ToAllocator) -> None:
         await self._socket.send([encode(message)])
 
-    async def messages(self) -> AsyncIterator[ToPeer]:
-        """Everything the allocator says except answers to heartbeats. Raises StreamError if it refuses this peer or is
-        silent for `stream.silence_s`."""
-        while True:
-            for frames in await self._receive():
-                message = decode_to_peer(frames)
-                if isinstance(message, Refused):
-                    raise StreamError(f"the allocator refused this process: {message.reason}")
-                if not isinstance(message, Alive):
-                    yield message
+    async def receive(self) -> ToPeer:
+        """The next thing the allocator says, its heartbeats left out.
 
-    async def beat(self, state: Callable[[], Heartbeat]) -> None:
-        """Send a heartbeat every `stream.heartbeat_s`, for ever."""
+        Raises StreamError if it refuses this peer or is silent for `stream.silence_s`.
+        """
         while True:
-            await self.send(state())
+            if not self._received:
+                await self._take_batch()
+            message = decode_to_peer(self._received.popleft())
+            if isinstance(message, Refused):
+                raise StreamError(f"the allocator refused this process: {message.reason}")
+            if not isinstance(message, Alive):
+                return message
+
+    async def status(self) -> Status:
+        """For observers: a picture of the run now."""
+        await self.send(StatusRequest())
+        while not isinstance(message := await self.receive(), Status):
+            log.debug("an observer was sent %s", type(message).__name__)
+        return message
+
+    async def beat(self) -> None:
+        """Send a heartbeat every `stream.heartbeat_s`, for ever. To be started at once: an engine may take minutes to
+        start, and a peer that says nothing is taken for dead."""
+        while True:
+            await self.send(self.heartbeat())
             await trio.sleep(self._stream.heartbeat_s)
 
-    async def _receive(self) -> list[list[bytes]]:
-        with trio.move_on_after(self._stream.silence_s):
-            batch = await self._socket.recv_batch(BATCH)
-            self._heard_at = trio.current_time()
-            return batch
-        raise StreamError(
-            f"the allocator at {self._stream.address} has been silent for {self._stream.silence_s:g} s: it is dead or "
-            "cut off"
-        )
+    async def _take_batch(self) -> None:
+        with trio.move_on_after(self._stream.silence_s) as scope:
+            self._received.extend(await self._socket.recv_batch(BATCH))
+        if scope.cancelled_caught:
+            raise StreamError(
+                f"the allocator at {self._stream.address} has been silent for {self._stream.silence_s:g} s: it is dead "
+                "or cut off"
+            )
 
 
 @asynccontextmanager

@@ -1,0 +1,30 @@
+# Two commands: `make run` (environment and main job) and `make test` (environment and all tests).
+# They need Python 3.11 or newer and a C compiler; everything else goes into .venv.
+
+PYTHON ?= python3
+# Versions known to install without GPU libraries. On a GPU machine: make run CONSTRAINTS=
+CONSTRAINTS ?= constraints-cpu.txt
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: run test check clean
+
+run: $(READY)
+	$(BIN)/gvm-stream run examples/arithmetic.toml
+
+test: $(READY)
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .hypothesis build *.egg-info
