@@ -239,6 +239,8 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if min(a.prior) <= 0:
             raise ValueError(f"allocation.prior = {list(a.prior)} must hold two numbers above 0")
+        if not all(0 <= beta < 1 for beta in self.learner.betas):
+            raise ValueError(f"learner.betas = {list(self.learner.betas)} must hold two numbers from 0 to below 1")
         if self.stream.silence_s < 3 * self.stream.heartbeat_s:
             raise ValueError(
                 f"stream.silence_s = {self.stream.silence_s:g} must be at least three times stream.heartbeat_s = "

@@ -173,8 +173,12 @@ def _sentence(error: msgspec.ValidationError, raw: dict[str, Any], source: str) 
 
 
 def _resolve_paths(config: Config, folder: Path) -> Config:
+    """Absolute paths for what is found beside the file or here, so that a resumed run finds it from anywhere. Other
+    values (hub names, mistakes) stay as they are."""
+
     def resolve(value: str) -> str:
-        return str(folder / value) if value and (folder / value).exists() else value
+        found = next((path for path in (folder / value, Path(value)) if value and path.exists()), None)
+        return str(found.absolute()) if found else value
 
     replace = msgspec.structs.replace
     data = replace(config.data, train=resolve(config.data.train), heldout=resolve(config.data.heldout))

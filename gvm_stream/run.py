@@ -18,7 +18,7 @@ import trio
 import zmq
 
 from gvm_stream.config import Config, StreamSection
-from gvm_stream.errors import ConfigError, GvmStreamError, StreamError
+from gvm_stream.errors import ConfigError, DataError, GvmStreamError, StreamError
 from gvm_stream.files import write_atomically
 from gvm_stream.process import leaf_error, set_on_signal
 from gvm_stream.progress import Progress
@@ -172,11 +172,15 @@ def run(config: Config, *, resume: Path | None, plain: bool) -> int:
     again = f"; continue with: gvm-stream run --resume {folder}"
     if supervisor.exit_status or supervisor.problem:
         problem = supervisor.problem or supervisor.allocator.last_words()
-        raise StreamError(problem + (again if (folder / "checkpoints").exists() else ""))
+        error = DataError if supervisor.exit_status == DataError.exit_status else StreamError
+        raise error(problem + (again if (folder / "checkpoints").exists() else ""))
     report = json.loads(report_path.read_text())
     from gvm_stream.plot import plot_run  # matplotlib, only now
 
-    plot_run(report, folder / "curve.png")
+    try:
+        plot_run(report, folder / "curve.png")
+    except OSError as error:
+        progress.note(f"{folder / 'curve.png'} cannot be written: {error.strerror}")
     progress.summary(report, folder)
     return 0 if report["outcome"] == "finished" else 130
 
@@ -199,6 +203,7 @@ def check_address(stream: StreamSection) -> None:
 
 def free_folder(wanted: Path) -> Path:
     """`wanted`, or the first of wanted-2, wanted-3, ... that does not hold a run."""
+    wanted = wanted if wanted.name else wanted.absolute()
     for number in range(1, 10_000):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

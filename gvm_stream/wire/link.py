@@ -27,7 +27,7 @@ from gvm_stream.wire.messages import (
     ToPeer,
     Welcome,
 )
-from gvm_stream.wire.sockets import connect_dealer
+from gvm_stream.wire.sockets import LINGER_MS, connect_dealer
 from gvm_stream.wire.zmq_trio import Frames, ZmqSocket
 
 log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ async def open_link(
             identity=identity_of(role, name, epoch),
             limit_mib=stream.max_message_mib,
         )
+        raw.linger = 0  # a hello that nobody has read need not outlive this process
         with ZmqSocket(raw) as socket:
             await socket.send([encode(Hello(protocol=PROTOCOL, role=role, name=name, epoch=epoch, agreed=agreed))])
             with trio.move_on_after(patience_s) as scope:
@@ -121,6 +122,7 @@ async def open_link(
                 raise StreamError(f"the allocator at {stream.address} refused this process: {answer.reason}")
             if not isinstance(answer, Welcome):
                 raise WireError(f"the allocator at {stream.address} answered a hello with {type(answer).__name__}")
+            raw.linger = LINGER_MS
             yield Link(socket, answer, stream)
     finally:
         context.term()

@@ -1,0 +1,104 @@
+"""One message of every type, and how each is read. The bytes of them are in `wire_golden/`, as they were first sent."""
+
+from __future__ import annotations
+
+from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
+from gvm_stream.wire import messages as m
+
+WEIGHTS = m.WeightsInfo(
+    version=7, path="/w/v00000007.safetensors", size=4096, checksum="00ff", address="tcp://10.0.0.1:5711"
+)
+STATS = m.StepStats(
+    loss=-0.25,
+    grad_norm=1.5,
+    reward_mean=0.5,
+    zero_signal_groups=1,
+    groups=2,
+    mean_lag=0.5,
+    max_lag=1,
+    mismatch=0.001,
+    effective_sample_size=0.75,
+    seconds=2.0,
+    padding_share=0.125,
+    wait_seconds=3.0,
+)
+TOKENS, LOGPROBS = b"\x01\0\0\0\x02\0\0\0", b"\0\0\x80\xbf\0\0\0\xbf"  # 1, 2 and -1.0, -0.5
+ROLLOUT = m.Rollout(
+    work=11,
+    attempt=1,
+    outcome=Scored(reward=1.0, tokens=2, seconds=0.5, oldest_version=6, truncated=False),
+    tokens=TOKENS,
+    logprobs=LOGPROBS,
+    spans=((6, 0, 1), (7, 1, 2)),
+)
+
+TO_ALLOCATOR: dict[str, m.ToAllocator] = {
+    "hello": m.Hello(
+        protocol=1, role="learner", name="a", epoch=2**60, agreed={"model.path": "m"}, checkpoints=(0, 50)
+    ),
+    "goodbye": m.Goodbye(reason="interrupted", generated_tokens=99),
+    "heartbeat": m.Heartbeat(waiting_for="work", running={11: 3, -1: 0}),
+    "status_request": m.StatusRequest(),
+    "stop_request": m.StopRequest(reason="enough"),
+    "ask": m.Ask(credits=256, version=3),
+    "loaded": m.Loaded(version=4),
+    "rollouts": m.Rollouts(
+        rollouts=(
+            ROLLOUT,
+            m.Rollout(work=12, attempt=0, outcome=Unscorable(reason="verifier timeout", tokens=5, seconds=10.0)),
+            m.Rollout(work=13, attempt=0, outcome=Cancelled(reason="stop", tokens=1)),
+            m.Rollout(work=-2, attempt=2, outcome=Failed(reason="too long", tokens=0)),
+        )
+    ),
+    "published": m.Published(weights=WEIGHTS, step=6),
+    "batch_request": m.BatchRequest(step=6),
+    "step_done": m.StepDone(
+        step=6, version=8, trained=True, reason="", fates={"trained": (11,), "stale": (12, 13)}, stats=STATS
+    ),
+    "checkpointed": m.Checkpointed(step=6, version=8, path="/c/step-6"),
+}
+TO_PEER: dict[str, m.ToPeer] = {
+    "welcome": m.Welcome(run="arithmetic", heartbeat_s=1.0, silence_s=15.0, next_step=6, weights=WEIGHTS),
+    "refused": m.Refused(reason="another protocol"),
+    "alive": m.Alive(),
+    "work": m.Work(
+        orders=(m.WorkOrder(work=11, attempt=1, prompt="train-3", prompt_tokens=TOKENS, answer="\N{MINUS SIGN}4"),)
+    ),
+    "cancel": m.Cancel(works=(11, 12), reason="no progress"),
+    "new_weights": m.NewWeights(weights=WEIGHTS),
+    "batch": m.Batch(
+        step=6,
+        groups=(
+            m.TrainGroup(
+                group=2,
+                prompt="train-3",
+                prompt_tokens=TOKENS,
+                weight=0.5,
+                rollouts=(
+                    m.TrainRollout(
+                        work=11, reward=1.0, tokens=TOKENS, logprobs=LOGPROBS, spans=((6, 0, 2),), truncated=True
+                    ),
+                ),
+            ),
+        ),
+    ),
+    "stop": m.Stop(reason="all batches are done", final=True),
+    "status": m.Status(
+        phase="training",
+        step=6,
+        steps=100,
+        version=8,
+        rollouts=1536,
+        tokens={"generated": 10, "trained": 10},
+        accuracy=((0, 0.25), (20, 0.5)),
+        last_step=STATS,
+        peers=(m.PeerStatus(role="producer", name="p", version=7, in_flight=9, silent_s=0.5, waiting_for=""),),
+        waits=("the learner to train on batch 6",),
+    ),
+}
+TO_WEIGHT_SERVER: dict[str, m.ToWeightServer] = {"chunk_request": m.ChunkRequest(version=7, offset=4 << 20)}
+FROM_WEIGHT_SERVER: dict[str, m.FromWeightServer] = {
+    "chunk": m.Chunk(version=7, offset=0, data=b"\0\xff"),
+    "chunk_refused": m.ChunkRefused(version=7, reason="gone"),
+}
+SAMPLES: dict[str, m.Message] = {**TO_ALLOCATOR, **TO_PEER, **TO_WEIGHT_SERVER, **FROM_WEIGHT_SERVER}
