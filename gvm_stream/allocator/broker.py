@@ -26,7 +26,7 @@ from gvm_stream.wire import messages as m
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 10.0
-"""Time for goodbyes after a stop."""
+"""Time for the producers' goodbyes after a stop. The learner has `stream.progress_s`: it saves its last checkpoint."""
 
 FromProducer = m.Ask | m.Loaded | m.Rollouts
 FromLearner = m.Published | m.BatchRequest | m.StepDone | m.Checkpointed
@@ -285,6 +285,9 @@ class Broker:
             log.info("held-out accuracy after %d batches: %.3f", row.step, row.accuracy)
         if self._stop or self._weights is None:
             return
+        if work.allocator.exhausted:
+            self.fail("no rollout of any prompt can be made: all prompts are quarantined (see the log)", now)
+            return
         if work.allocator.settled_steps == self.config.run.steps and work.evaluation.current is None:
             self._begin_stop(m.Stop(reason="all batches are done", final=True), now)
             return
@@ -319,8 +322,10 @@ class Broker:
         """True when the run has ended and everybody has said goodbye, or has had the time to."""
         if not self._stop:
             return False
-        gone = not self.peers.of("producer") and not self.peers.of("learner")
-        return gone or now - self._stop_at > STOP_GRACE_S
+        waited = now - self._stop_at
+        producers = bool(self.peers.of("producer")) and waited <= STOP_GRACE_S
+        learner = bool(self.peers.of("learner")) and waited <= self.config.stream.progress_s
+        return not producers and not learner
 
     # --- for people ---
 

@@ -145,6 +145,10 @@ class Dispatcher:
             reception = told.reception
             if told.closed is not None:
                 self._metrics.observe("gvm_group_rollouts", len(told.closed.members))
+                if not told.closed.members:
+                    log.warning(
+                        "prompt %s: none of its %d rollouts has a verdict", told.closed.prompt, told.closed.planned
+                    )
         if reception is not Reception.ACCEPTED:
             self._metrics.count("gvm_rollouts_duplicate")
             return False

@@ -265,6 +265,11 @@ class OnlineAllocator:
         """Prompts none of whose rollouts could be made in a visit; they are not visited again."""
         return [self._prompts[i] for i in sorted(self._quarantine)]
 
+    @property
+    def exhausted(self) -> bool:
+        """True when every prompt is quarantined: there is nothing left to plan."""
+        return len(self._quarantine) == len(self._prompts)
+
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,6 +81,9 @@ class PeerTable:
         other = next((p for p in self._peers.values() if (p.role, p.name) == (peer.role, peer.name)), None)
         if other is not None and other.epoch > peer.epoch:
             raise StreamError(f"{peer.label} has been started again since")
+        same = self._peers.get(peer.identity)
+        if same is not None and same is not other:
+            raise StreamError(f"its socket belongs to {same.label}")
         if other is not None:
             del self._peers[other.identity]
         self._peers[peer.identity] = peer
