@@ -82,7 +82,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Processes that any thread of `pid` has started."""
+    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
 
 
 def cpu_by_part(running: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]:

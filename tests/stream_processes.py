@@ -112,8 +112,8 @@ def wait_for_status(given: list[str], enough: Callable[[Status], bool]) -> Statu
     async def watch() -> Status:
         async with open_link(config.stream, role="observer", name="test", agreed={}, patience_s=TIMEOUT_S) as link:
             with trio.fail_after(TIMEOUT_S):
-                while not enough(status := await link.status()):
-                    await trio.sleep(0.05)  # noqa: ASYNC110 (another process: there is no event to wait for)
+                while not enough(status := await link.status()):  # noqa: ASYNC110 (another process: no event to wait for)
+                    await trio.sleep(0.05)
             return status
 
     return trio.run(watch)

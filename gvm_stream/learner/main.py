@@ -42,7 +42,7 @@ def main(config: Config, *, resume: bool) -> None:
         raise ConfigError(
             f'run.dir = "{root}" holds checkpoints already: continue that run with --resume, or choose another folder'
         )
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     feed = Feed(

@@ -21,6 +21,9 @@ from gvm_stream.producers.engine import Completion, Engine, Request
 
 log = logging.getLogger(__name__)
 
+HAND_OVER_S = 0.02
+"""Least time between two hand-overs of completions while the engine works: each costs trio, the verifier and the
+allocator a wake-up, and this thread the interpreter lock, which a small model's steps of 5 ms would feel."""
 PROGRESS_INTERVAL_S = 0.5
 """How often the thread leaves a picture of the running requests for the heartbeat."""
 
@@ -111,7 +114,8 @@ class EngineThread:
             engine.close()
 
     def _serve(self, engine: Engine) -> None:
-        pictured_at = 0.0
+        pictured_at = handed_over_at = 0.0
+        ended: list[Completion] = []
         while True:
             idle = not engine.has_work()
             if idle:
@@ -122,11 +126,12 @@ class EngineThread:
                     return
                 self._obey(engine, command)
                 idle = False
-            completions = engine.step()
+            ended += engine.step()
             self.generated_tokens = engine.generated_tokens
-            if completions:
-                self._emit(Completed(completions))
             now = time.monotonic()
+            if ended and (now - handed_over_at > HAND_OVER_S or not engine.has_work()):
+                self._emit(Completed(ended))
+                ended, handed_over_at = [], now
             if now - pictured_at > PROGRESS_INTERVAL_S:
                 self.progress, pictured_at = engine.progress(), now
 

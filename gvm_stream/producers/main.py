@@ -68,7 +68,7 @@ def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Cal
     from gvm_stream.data.encode import end_token_ids
     from gvm_stream.producers.transformers_engine import TransformersEngine
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.producer.threads)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     end_tokens = end_token_ids(tokenizer, config.model.path)

@@ -32,6 +32,9 @@ VERIFY_BATCH = 64
 """Completions handed to the verifier pool in one go."""
 SEND_BATCH = 64
 """Rollouts in one message."""
+PREFETCH_SHARE = 0.125
+"""Orders asked for beyond the engine's slots, as a share of them: a slot that gets free is filled at once, not after a
+verdict and a round trip."""
 LOAD_ATTEMPTS = 5
 """Failed weight updates in a row before the producer gives up."""
 
@@ -172,6 +175,7 @@ class Session:
                 failures = 0
                 if self._version < 0:
                     credits = self._config.producer.slots
+                    credits += math.ceil(credits * PREFETCH_SHARE)
                     await self._link.send(m.Ask(credits=credits, version=wanted.version))
                 else:
                     await self._link.send(m.Loaded(version=wanted.version))

@@ -1,0 +1,277 @@
+"""A producer's session between a scripted engine and a scripted allocator, with real sockets and a real verifier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from gvm_stream.allocator.types import Cancelled, Failed, Scored
+from gvm_stream.config import Config, DataSection, ModelSection, ProducerSection, SamplingSection
+from gvm_stream.errors import GvmStreamError, ModelError
+from gvm_stream.metrics import Metrics
+from gvm_stream.process import leaf_error
+from gvm_stream.producers.engine_thread import Event, run_engine
+from gvm_stream.producers.session import LOAD_ATTEMPTS, Session
+from gvm_stream.producers.weights import weights_source
+from gvm_stream.verify.pool import VerifierPool
+from gvm_stream.weights import checksum
+from gvm_stream.wire import messages as m
+from gvm_stream.wire.check import rollout_problem
+from gvm_stream.wire.link import open_link
+from tests.doubles import (
+    ENDLESS,
+    IMPOSSIBLE,
+    ScriptedAllocator,
+    ScriptedEngine,
+    local_stream,
+    scripted_allocator,
+    text_tokens,
+)
+
+SLOTS, MAX_TOKENS = 4, 12
+FOR_EVER = 10_000_000
+
+
+@dataclass
+class Stage:
+    allocator: ScriptedAllocator
+    engine: ScriptedEngine
+    leave: trio.Event
+    folder: Path
+    result: str | GvmStreamError = "still running"
+    ended: trio.Event = field(default_factory=trio.Event)
+
+    def weights(self, version: int, *, there: bool = True) -> m.WeightsInfo:
+        path = self.folder / f"v{version}"
+        path.write_bytes(b"weights %d" % version)
+        info = m.WeightsInfo(
+            version=version, path=str(path), size=path.stat().st_size, checksum=checksum(path), address=""
+        )
+        if not there:
+            path.unlink()
+        return info
+
+    async def join(self, weights: m.WeightsInfo | None) -> None:
+        assert isinstance(await self.allocator.receive(), m.Hello)
+        self.allocator.say(m.Welcome(run="r", heartbeat_s=1, silence_s=10, next_step=0, weights=weights))
+
+    async def asked(self, version: int) -> None:
+        """Wait until the session has asked for work: enough of it to fill its slots."""
+        ask = await self.allocator.receive()
+        assert isinstance(ask, m.Ask)
+        assert ask.credits >= SLOTS
+        assert ask.version == version
+
+    async def rollouts(self, count: int) -> dict[int, m.Rollout]:
+        """The next `count` rollouts by work; no work comes twice."""
+        found: dict[int, m.Rollout] = {}
+        while len(found) < count:
+            message = await self.allocator.receive()
+            assert isinstance(message, m.Rollouts), message
+            for rollout in message.rollouts:
+                assert rollout.work not in found
+                assert rollout_problem(rollout) == ""
+                found[rollout.work] = rollout
+        return found
+
+
+def order(work: int, prompt: str | int, answer: str = "", attempt: int = 0) -> m.WorkOrder:
+    tokens = text_tokens(prompt) if isinstance(prompt, str) else np.array([prompt], "<i4").tobytes()
+    return m.WorkOrder(work=work, attempt=attempt, prompt="train-1", prompt_tokens=tokens, answer=answer)
+
+
+@asynccontextmanager
+async def staged(folder: Path, *, heartbeat_s: float = 0.05, max_tokens: int = MAX_TOKENS) -> AsyncIterator[Stage]:
+    """A session beside the block; the block ends when the session has."""
+    config = Config(
+        model=ModelSection(path="m"),
+        data=DataSection(train="t"),
+        stream=local_stream(heartbeat_s=heartbeat_s, silence_s=max(10, 3 * heartbeat_s)),
+        sampling=SamplingSection(max_tokens=max_tokens),
+        producer=ProducerSection(slots=SLOTS),
+    )
+    engine, leave = ScriptedEngine(), trio.Event()
+    async with scripted_allocator(config.stream) as allocator, trio.open_nursery() as nursery:
+        stage = Stage(allocator, engine, leave, folder)
+        nursery.start_soon(play, config, stage)
+        with trio.fail_after(20):
+            yield stage
+            await stage.ended.wait()
+
+
+async def play(config: Config, stage: Stage) -> None:
+    to_session, events = trio.open_memory_channel[Event](math.inf)
+    try:
+        async with (
+            open_link(config.stream, role="producer", name="p", agreed={}, patience_s=10) as link,
+            trio.open_nursery() as nursery,
+            weights_source(config.stream, "p") as weights,
+            VerifierPool(config.verifier) as pool,
+            run_engine(lambda: stage.engine, to_session) as thread,
+        ):
+            nursery.start_soon(link.beat)
+            session = Session(config, link, thread, events, pool, weights, decode, Metrics("producer"))
+            stage.result = await session.run(stage.leave)
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = leaf_error(group)
+        if error is None:
+            raise
+        stage.result = error
+    stage.ended.set()
+
+
+def decode(tokens: object) -> str:
+    assert isinstance(tokens, list)
+    return "".join(map(chr, tokens))
+
+
+async def test_every_order_ends_as_exactly_one_rollout(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        await stage.join(stage.weights(3))
+        await stage.asked(version=3)
+        stage.allocator.say(
+            m.Work(orders=(order(1, "42", "42"), order(2, "42", "43", attempt=1), order(3, IMPOSSIBLE))),
+            m.Work(orders=(order(4, "much longer than the cap", "42"), order(-5, "7", "7"))),
+        )
+        found = await stage.rollouts(5)
+        stage.allocator.say(m.Stop(reason="all done", final=True))
+        assert await stage.allocator.receive() == m.Goodbye(reason="all done", generated_tokens=2 + 2 + MAX_TOKENS + 1)
+    assert stage.result == "all done"
+    rewards = {work: r.outcome.reward for work, r in found.items() if isinstance(r.outcome, Scored)}
+    assert rewards == {1: 1.0, 2: 0.0, 4: 0.0, -5: 1.0}
+    assert found[3].outcome == Failed(reason="the script says so", tokens=0)
+    assert found[2].attempt == 1
+    assert found[1].tokens == text_tokens("42")
+    assert found[1].logprobs == np.full(2, -1.0, "<f4").tobytes()
+    assert found[1].spans == ((3, 0, 2),)
+    assert [work for work, r in found.items() if isinstance(r.outcome, Scored) and r.outcome.truncated] == [4]
+
+
+async def test_work_cancelled_by_the_allocator_comes_back_and_unknown_work_is_passed_over(tmp_path: Path) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS), order(2, ENDLESS))), m.Cancel(works=(2, 99), reason="r"))
+        outcome = (await stage.rollouts(1))[2].outcome
+        assert isinstance(outcome, Cancelled)
+        assert outcome.reason == "cancelled by the allocator"
+        stage.allocator.say(m.Stop(reason="s", final=False))
+        assert (await stage.rollouts(1)).keys() == {1}
+
+
+@pytest.mark.parametrize("how", ["stop", "leave"])
+async def test_at_the_end_work_in_hand_goes_back_with_its_tokens_before_the_goodbye(tmp_path: Path, how: str) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=tuple(order(work, ENDLESS) for work in range(1, 4))))
+        while not (isinstance(beat := await stage.allocator.receive_any(), m.Heartbeat) and any(beat.running.values())):
+            pass
+        if how == "stop":
+            stage.allocator.say(m.Stop(reason="interrupted", final=False))
+        else:
+            stage.leave.set()
+        outcomes = [rollout.outcome for rollout in (await stage.rollouts(3)).values()]
+        reason = "interrupted" if how == "stop" else "producer leaves"
+        goodbye = await stage.allocator.receive()
+    assert {type(outcome) for outcome in outcomes} == {Cancelled if how == "stop" else Failed}
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    assert tokens >= 3
+    assert goodbye == m.Goodbye(reason=reason, generated_tokens=tokens)
+    assert stage.result == reason
+
+
+async def test_an_order_that_crosses_the_farewell_goes_back_too(tmp_path: Path) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS),)))
+        stage.engine.after[3] = lambda: trio.from_thread.run_sync(stage.leave.set)
+        stage.engine.after[4] = lambda: trio.from_thread.run_sync(
+            stage.allocator.say, m.Work(orders=(order(2, ENDLESS),))
+        )
+        found: dict[int, m.Rollout] = {}
+        while not isinstance(message := await stage.allocator.receive(), m.Goodbye):
+            assert isinstance(message, m.Rollouts)
+            found.update((rollout.work, rollout) for rollout in message.rollouts)
+    assert found.keys() <= {1, 2}
+    assert message.generated_tokens == sum(rollout.outcome.tokens for rollout in found.values())
+
+
+async def test_the_first_weights_are_waited_for_and_newer_ones_are_followed(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        await stage.join(None)
+        while await stage.allocator.receive_any() != m.Heartbeat(waiting_for="the learner's first weights"):
+            pass
+        stage.allocator.say(m.NewWeights(weights=stage.weights(0)))
+        await stage.asked(version=0)
+        stage.allocator.say(m.NewWeights(weights=stage.weights(1)))
+        assert await stage.allocator.receive() == m.Loaded(version=1)
+        assert stage.engine.version == 1
+        stage.allocator.say(m.Stop(reason="s", final=True))
+
+
+async def test_newest_weights_win(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(*(m.NewWeights(weights=stage.weights(version)) for version in range(1, 30)))
+        versions = [0]
+        while versions[-1] < 29:
+            message = await stage.allocator.receive()
+            assert isinstance(message, m.Loaded)
+            versions.append(message.version)
+        assert versions == sorted(set(versions))
+        assert len(stage.engine.loaded) == len(versions) < 30
+        stage.allocator.say(m.Stop(reason="s", final=True))
+
+
+async def test_newer_weights_end_the_wait_after_a_failed_load(tmp_path: Path) -> None:
+    async with staged(tmp_path, heartbeat_s=1000) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.engine.unloadable = {1}
+        stage.allocator.say(m.NewWeights(weights=stage.weights(1)), m.Work(orders=(order(1, "4", "4"),)))
+        assert (await stage.rollouts(1))[1].spans == ((0, 0, 1),)
+        stage.allocator.say(m.NewWeights(weights=stage.weights(2)))
+        assert await stage.allocator.receive() == m.Loaded(version=2)
+        stage.allocator.say(m.Stop(reason="s", final=True))
+
+
+@pytest.mark.parametrize("cause", ["file", "engine"])
+async def test_loads_that_keep_failing_end_the_producer_with_the_reason(tmp_path: Path, cause: str) -> None:
+    async with staged(tmp_path, heartbeat_s=0.02) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.engine.unloadable = {1}
+        stage.allocator.say(m.NewWeights(weights=stage.weights(1, there=cause == "engine")))
+    assert isinstance(stage.result, ModelError)
+    reason = "cannot be loaded" if cause == "engine" else "cannot be read: No such file or directory"
+    assert f"{LOAD_ATTEMPTS} times in a row" in str(stage.result)
+    assert reason in str(stage.result)
+    assert stage.engine.version == 0
+    assert stage.engine.closed
+
+
+async def test_an_engine_that_dies_gives_its_work_back_and_ends_the_producer(tmp_path: Path) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+
+        def explode() -> None:
+            raise RuntimeError("device lost")
+
+        stage.engine.after[stage.engine.steps + 5] = explode
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS), order(2, ENDLESS))))
+        outcomes = [rollout.outcome for rollout in (await stage.rollouts(2)).values()]
+    assert all(isinstance(o, Failed) and o.reason == "the engine died: device lost" for o in outcomes)
+    assert isinstance(stage.result, ModelError)
+    assert str(stage.result) == "the engine died: device lost"
