@@ -14,12 +14,14 @@ every process over the same time say where the time goes.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,12 +94,22 @@ def cpu_by_part(running: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]
     return parts
 
 
+def standing_still(log: Path) -> float:
+    """Seconds that generation has stood still for weight updates so far, from the producer's own metrics."""
+    url = re.search(r"http://\S+/metrics", log.read_text())
+    if url is None:
+        return 0.0
+    with urllib.request.urlopen(url[0], timeout=10) as answer:
+        found = re.search(r"^gvm_weight_update_seconds_sum (\S+)", answer.read().decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 async def watch(
-    config: Config, running: dict[str, subprocess.Popen[bytes]], *, pause: bool, rollouts: int
+    config: Config, running: dict[str, subprocess.Popen[bytes]], log: Path, *, pause: bool, rollouts: int
 ) -> dict[str, Any]:
     """Follow the run until all rollouts have been generated; rates from the first training rollout on."""
     marks: list[tuple[int, float, dict[str, float]]] = []
-    paused = False
+    paused, still = False, 0.0
     async with open_link(config.stream, role="observer", name="benchmark", agreed={}, patience_s=120) as link:
         with trio.fail_after(600):
             while True:
@@ -106,9 +118,12 @@ async def watch(
                 if pause and not paused and status.version >= 0:
                     running["learner"].send_signal(signal.SIGSTOP)
                     paused = True
+                if generated and not marks:
+                    still = standing_still(log)
                 if generated and (not marks or generated > marks[-1][0]):
                     marks.append((generated, time.perf_counter(), cpu_by_part(running)))
                 if marks and done(status, rollouts, pause=pause):
+                    still = standing_still(log) - still
                     break
                 await trio.sleep(POLL_S)
     (tokens0, since, cpu0), (tokens1, until, cpu1) = marks[0], marks[-1]
@@ -117,6 +132,7 @@ async def watch(
         "seconds": until - since,
         "tokens_per_second": (tokens1 - tokens0) / (until - since),
         "cpu_seconds": {name: round(cpu1[name] - cpu0[name], 2) for name in cpu1},
+        "update_seconds": still,
     }
 
 
@@ -133,16 +149,16 @@ def stream(config: Config, *, pause: bool) -> dict[str, Any]:
         folder = Path(name)
         config = replace(
             config,
-            run=replace(config.run, dir=str(folder / "run")),
+            run=replace(config.run, dir=str(folder / "run"), steps=steps + 4),  # still running when it is measured
             stream=replace(config.stream, address=free_address()),
             allocation=replace(
-                config.allocation, policy="uniform", max_lag=steps if pause else config.allocation.max_lag
+                config.allocation, policy="uniform", max_lag=steps - 1 if pause else config.allocation.max_lag
             ),
             eval=replace(config.eval, prompts=1, samples=1, every_steps=0),
         )
         rollouts = round(steps * config.allocation.prompts_per_step * config.allocation.rollouts_per_prompt)
         with processes(config, folder) as running:
-            return trio.run(lambda: watch(config, running, pause=pause, rollouts=rollouts))
+            return trio.run(lambda: watch(config, running, folder / "producer.log", pause=pause, rollouts=rollouts))
 
 
 def main() -> None:
@@ -150,7 +166,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=60)
     arguments.add_argument("--repeats", type=int, default=3)
     options = arguments.parse_args()
-    config = load_config(CONFIG, [f"run.steps={options.steps}", "metrics.port=0"])
+    config = load_config(CONFIG, [f"run.steps={options.steps}", "metrics.port=9600"])
     tokenizer = load_tokenizer(config.model.path)
     end_tokens = end_token_ids(tokenizer, config.model.path)
     train = prepare_prompts(config.data, tokenizer, end_tokens=end_tokens).train
@@ -179,15 +195,34 @@ def main() -> None:
         "tokens_per_second": median["training"],
         "ratio_learner_paused": ratios["paused"],
         "ratio": ratios["training"],
-        "cpu_seconds_per_million_tokens": {name: cpu_per_million(rounds[name][-1]) for name in ("paused", "training")},
+        "seconds_per_million_tokens": where_time_goes(rounds),
+        "cpu_seconds_per_million_tokens": {
+            name: {part: per_million(rounds[name], part) for part in rounds[name][0]["cpu_seconds"]}
+            for name in ("paused", "training")
+        },
         "rounds": rounds,
     }
     finish(result, as_json=options.json)
 
 
-def cpu_per_million(measured: dict[str, Any]) -> dict[str, float]:
-    parts: dict[str, float] = measured["cpu_seconds"]
-    return {name: round(seconds / measured["tokens"] * 1e6, 1) for name, seconds in parts.items()}
+def per_million(rounds: list[dict[str, Any]], part: str = "") -> float:
+    """Median seconds per million tokens: wall clock, or CPU time of a part."""
+    seconds = [r["cpu_seconds"][part] if part else r["seconds"] for r in rounds]
+    return round(float(statistics.median(s / r["tokens"] * 1e6 for s, r in zip(seconds, rounds, strict=True))), 2)
+
+
+def where_time_goes(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """The wall clock of a million tokens with the learner training, taken apart."""
+    bare, total = per_million(rounds["bare"]), per_million(rounds["training"])
+    producer = per_million(rounds["training"], "producer")
+    updates = statistics.median(r["update_seconds"] / r["tokens"] * 1e6 for r in rounds["training"])
+    return {
+        "total": total,
+        "bare engine": bare,
+        "weight updates (key-value cache recomputed)": round(updates, 2),
+        "rest of the producer (orders, decoding, verdicts, messages)": round(producer - bare - updates, 2),
+        "producer waits (batches to train on, pacing, the other processes)": round(total - producer, 2),
+    }
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ class TransformersEngine:
         self._running: list[Running] = []
         self._ended: list[Completion] = []
         self._steps_held = 0
-        self._cache_is_old = False
 
         self._rows = RowTable(slots, max_length, place)
         self._cache = SlotCache(slots, max_length)
@@ -105,9 +104,6 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        if self._cache_is_old:
-            self._fill(range(len(self._running)))
-            self._cache_is_old = False
         self._admit()
         if self._running:
             self._decode()
@@ -127,10 +123,11 @@ class TransformersEngine:
     def load_weights(self, path: Path, version: int) -> None:
         copy_weights(self._model, path)
         self._version = version
-        self._cache_is_old = self._recompute
         for running, length in zip(self._running, self._rows.lengths(len(self._running)), strict=True):
             if running.versions[-1][0] != version:
                 running.versions.append((version, length - running.prompt_length))
+        if self._recompute:
+            self._fill(range(len(self._running)))
 
     def close(self) -> None:
         for work in (self._waiting, self._running, self._ended):
