@@ -48,13 +48,20 @@ def overrides(folder: Path, **settings: str) -> list[str]:
 
 
 @contextmanager
-def started(arguments: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`gvm-stream ARGUMENTS`, output in a file; whatever of it is left at the end of the block is killed."""
+def started(arguments: list[str], output: Path, wrapper: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """`gvm-stream ARGUMENTS`, output in a file; whatever of it is left at the end of the block is killed.
+
+    `wrapper` is a command that runs it, as `nice` does.
+    """
     environment = {**os.environ, "COLUMNS": "200"}
     with (
         output.open("wb") as out,
         subprocess.Popen(
-            [sys.executable, "-m", "gvm_stream", *arguments], stdout=out, stderr=out, cwd=ROOT, env=environment
+            [*wrapper, sys.executable, "-m", "gvm_stream", *arguments],
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            env=environment,
         ) as process,
     ):
         try:

@@ -164,7 +164,7 @@ def test_long_rollouts_that_grow_are_progress_and_stuck_ones_are_given_back() ->
     Producer(stage, "q")  # a process that joins is progress, so that the run itself goes on
     stage.wait(8, l="batch 0")
     assert producer.last(m.Cancel).works == (-1,)
-    assert stage.broker.waits(stage.now)[0] == "producer p to return 1 rollouts that made no progress"
+    assert stage.broker.waits()[0] == "producer p to return 1 rollouts that made no progress"
 
 
 def test_the_first_reason_to_stop_wins() -> None:

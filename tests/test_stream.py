@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.stream_processes import (
     assert_account_sums,
     descendants,
     find,
+    free_address,
     gone_within,
     overrides,
     report,
@@ -114,6 +116,27 @@ def test_by_hand_in_any_order_with_two_producers_and_no_lag(tmp_path: Path) -> N
     assert content["outcome"] == "finished"
     assert content["max_lag"] == 0
     assert content["mean_lag"] == 0
+    assert_account_sums(content)
+
+
+def test_a_producer_on_a_host_without_the_learners_files_fetches_the_weights(tmp_path: Path) -> None:
+    """Another host is another view of the file system: the producer sees an empty folder where the run is."""
+    (tmp_path / "run").mkdir()
+    hidden = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tmp_path / "run"))
+    if subprocess.run([*hidden, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    given = overrides(tmp_path, run__steps="4", stream__weights_address=free_address())
+    common = ["--config", str(CONFIG), *given]
+    with (
+        started(["allocator", *common], tmp_path / "allocator.txt") as allocator,
+        started(["learner", *common], tmp_path / "learner.txt") as learner,
+        started(["producer", *common], tmp_path / "producer.txt", hidden) as producer,
+    ):
+        assert [process.wait(TIMEOUT_S) for process in (allocator, learner, producer)] == [0, 0, 0]
+    content = report(tmp_path)
+    assert content["outcome"] == "finished"
+    assert content["final_version"] == 4
+    assert content["max_lag"] <= 1
     assert_account_sums(content)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from gvm_stream.allocator import picture
 from gvm_stream.allocator.dispatcher import Dispatcher
 from gvm_stream.allocator.peers import Peer, PeerTable
-from gvm_stream.allocator.record import Record, build_report
+from gvm_stream.allocator.record import Record
 from gvm_stream.config import Config
 from gvm_stream.data.prompts import PromptSet
 from gvm_stream.errors import StreamError
@@ -56,13 +57,13 @@ class Broker:
         """Why the run failed; empty while it has not."""
         self.record = Record()
         self._evaluations_recorded = 0
-        self._weights: m.WeightsInfo | None = None
-        self._wanted: int | None = None
+        self.weights: m.WeightsInfo | None = None
+        self.wanted: int | None = None
         """Batch the learner waits for."""
         self._started_at, self._progress_at = now, now
-        self._stop: m.Stop | None = None
-        self._stop_at = 0.0
-        self._unaccounted = 0
+        self.stopping: m.Stop | None = None
+        self._stopped_at = 0.0
+        self.unaccounted_tokens = 0
 
     # --- what comes in ---
 
@@ -112,13 +113,13 @@ class Broker:
                 self.work.expire(peer, lease, f"no new token for {stream.progress_s:g} s")
             if stalled:
                 self._send(peer.identity, m.Cancel(works=tuple(s.work for s in stalled), reason="no progress"))
-        if not self._stop and now - self._progress_at > stream.progress_s:
-            waits = "; ".join(self.waits(now)) or "nothing that it knows of"
+        if not self.stopping and now - self._progress_at > stream.progress_s:
+            waits = "; ".join(self.waits()) or "nothing that it knows of"
             self.fail(f"no progress for {stream.progress_s:g} s; the run waits for {waits}", now)
         self._advance(now)
         for peer in self.peers.all():
             self._send(peer.identity, m.Alive())
-        self._export()
+        picture.export(self, self._metrics)
 
     def unreachable(self, identity: bytes, now: float) -> None:
         """A message could not be sent: the connection is gone, for now or for good."""
@@ -147,11 +148,11 @@ class Broker:
             heartbeat_s=stream.heartbeat_s,
             silence_s=stream.silence_s,
             next_step=self.work.allocator.settled_steps,
-            weights=self._weights,
+            weights=self.weights,
         )
         self._send(identity, welcome)
-        if self._stop:
-            self._send(identity, self._stop)
+        if self.stopping:
+            self._send(identity, self.stopping)
         self._advance(now)
 
     def _check_hello(self, hello: m.Hello) -> None:
@@ -173,7 +174,7 @@ class Broker:
     def _check_learner(self, hello: m.Hello) -> None:
         if any(peer.name != hello.name for peer in self.peers.of("learner")):
             raise StreamError("the run has a learner already")
-        if self._load_state is not None and self._weights is None:
+        if self._load_state is not None and self.weights is None:
             self._restore(self._load_state(hello.checkpoints))
         settled = self.work.allocator.settled_steps
         if settled and settled not in hello.checkpoints:
@@ -188,13 +189,13 @@ class Broker:
         if peer.role == "producer" and goodbye.generated_tokens != peer.reported_tokens:
             unaccounted = goodbye.generated_tokens - peer.reported_tokens
             log.error("%s generated %d tokens more than it reported", peer.label, unaccounted)
-            self._unaccounted += unaccounted
+            self.unaccounted_tokens += unaccounted
         self._leave(peer, f"left: {goodbye.reason}", now)
 
     def _leave(self, peer: Peer, why: str, now: float) -> None:
         self.peers.remove(peer.identity)
         self.work.release(peer, why)
-        if peer.role == "learner" and not self._stop:
+        if peer.role == "learner" and not self.stopping:
             self.fail(f"the learner is gone ({why})", now)
 
     # --- producers and learner ---
@@ -219,17 +220,17 @@ class Broker:
             case m.Published():
                 self._published(message)
             case m.BatchRequest():
-                self._wanted = message.step
+                self.wanted = message.step
             case m.StepDone():
                 self._step_done(message, now)
             case m.Checkpointed():
                 self._checkpointed(message, now)
 
     def _published(self, message: m.Published) -> None:
-        if self._weights is None:
+        if self.weights is None:
             self.work.allocator.start(message.weights.version)
             self._evaluate_if_due(message.step, message.weights.version)
-        self._weights = message.weights
+        self.weights = message.weights
         for producer in self.peers.of("producer"):
             self._send(producer.identity, m.NewWeights(weights=message.weights))
 
@@ -283,7 +284,7 @@ class Broker:
             row = self.record.evaluated(result, seconds=self.seconds(now), generated=generated)
             self._metrics.set("gvm_heldout_accuracy", row.accuracy)
             log.info("held-out accuracy after %d batches: %.3f", row.step, row.accuracy)
-        if self._stop or self._weights is None:
+        if self.stopping or self.weights is None:
             return
         if work.allocator.exhausted:
             self.fail("no rollout of any prompt can be made: all prompts are quarantined (see the log)", now)
@@ -294,25 +295,25 @@ class Broker:
         for peer, order in work.dispatch(self.peers.of("producer"), now):
             self._send(peer.identity, order)
         learners = self.peers.of("learner")
-        batch = work.batch(self._wanted) if learners and self._wanted is not None else None
+        batch = work.batch(self.wanted) if learners and self.wanted is not None else None
         if batch is not None:
-            self._wanted = None
+            self.wanted = None
             self._send(learners[0].identity, batch)
 
     def stop(self, reason: str, now: float) -> None:
         """End the run early and in order: checkpoint, report, goodbyes."""
-        if not self._stop:
+        if not self.stopping:
             self._begin_stop(m.Stop(reason=reason, final=False), now)
 
     def fail(self, reason: str, now: float) -> None:
         """As `stop`, for a failure; the first one counts."""
-        if not self._stop:
+        if not self.stopping:
             self.failure = reason
             log.error("the run stops: %s", reason)
             self._begin_stop(m.Stop(reason=reason, final=False), now)
 
     def _begin_stop(self, stop: m.Stop, now: float) -> None:
-        self._stop, self._stop_at = stop, now
+        self.stopping, self._stopped_at = stop, now
         self.work.withdraw()
         for role in ("producer", "learner"):
             for peer in self.peers.of(role):
@@ -320,9 +321,9 @@ class Broker:
 
     def done(self, now: float) -> bool:
         """True when the run has ended and everybody has said goodbye, or has had the time to."""
-        if not self._stop:
+        if not self.stopping:
             return False
-        waited = now - self._stop_at
+        waited = now - self._stopped_at
         producers = bool(self.peers.of("producer")) and waited <= STOP_GRACE_S
         learner = bool(self.peers.of("learner")) and waited <= self.config.stream.progress_s
         return not producers and not learner
@@ -332,88 +333,21 @@ class Broker:
     @property
     def version(self) -> int:
         """Newest published policy version; -1 before the first."""
-        return self._weights.version if self._weights else -1
+        return self.weights.version if self.weights else -1
 
     def seconds(self, now: float) -> float:
         return self.record.seconds_before + now - self._started_at
 
-    def waits(self, now: float) -> list[str]:
+    def waits(self) -> list[str]:
         """What the run waits for, in words."""
-        work, producers, learners = self.work, self.peers.of("producer"), self.peers.of("learner")
-        if self._stop:
-            return [f"{peer.label} to say goodbye" for peer in (*producers, *learners)]
-        waits = []
-        if not learners:
-            waits.append("a learner to join")
-        elif self._weights is None:
-            waits.append("the learner to publish its first weights")
-        if not producers:
-            waits.append("a producer to join")
-        for peer in producers:
-            if 0 <= peer.version < self.version:
-                waits.append(f"{peer.label} to load policy version {self.version}")
-            if peer.owed:
-                waits.append(f"{peer.label} to return {len(peer.owed)} rollouts that made no progress")
-        current = work.evaluation.current
-        if current is not None and self._weights is not None:
-            waits.append(f"evaluation after batch {current.step}: {current.left} of {current.planned} rollouts")
-        if self._wanted is not None and self._weights is not None:
-            waits.append(f"rollouts of batch {self._wanted}: {work.num_running} are running")
-        elif learners and self._weights is not None:
-            waits.append(f"the learner to train on batch {work.allocator.settled_steps}")
-        return waits
+        return picture.waits(self)
 
     def status(self, now: float) -> m.Status:
-        phase = "waiting for the learner"
-        if self._stop:
-            phase = "stopping"
-        elif self.work.evaluation.current is not None and self._weights is not None:
-            phase = "evaluating"
-        elif self._weights is not None:
-            phase = "training"
-        return m.Status(
-            phase=phase,
-            step=self.work.allocator.settled_steps,
-            steps=self.config.run.steps,
-            version=self.version,
-            rollouts=self.work.rollouts_trained,
-            tokens=self.work.allocator.account.table(),
-            accuracy=tuple((row.step, row.accuracy) for row in self.record.evaluations),
-            last_step=self.record.steps[-1].stats if self.record.steps else None,
-            peers=self.peers.status(now),
-            waits=tuple(self.waits(now)),
-        )
+        return picture.status(self, now)
 
     def report(self, now: float) -> dict[str, Any]:
         """The content of report.json, once the run is done."""
-        account, ledger = self.work.allocator.account, self.work.allocator.ledger
-        account.close()
-        finished = self._stop is not None and self._stop.final
-        return build_report(
-            self.record,
-            outcome="failed" if self.failure else "finished" if finished else "interrupted",
-            reason=self.failure or (self._stop.reason if self._stop else ""),
-            steps=self.config.run.steps,
-            seconds=self.seconds(now),
-            tokens=account.table(),
-            rollouts={fate.value: n for fate, n in account.rollouts.items() if n},
-            engine_tokens_unaccounted=self._unaccounted,
-            attempts={"issued": ledger.issued, "running": ledger.num_running, **ledger.ended},
-            conserved=self.work.conserved,
-            final_version=self.version,
-            config=msgspec.to_builtins(self.config),
-        )
-
-    def _export(self) -> None:
-        work, metrics = self.work, self._metrics
-        for fate, tokens in work.allocator.account.table().items():
-            if fate != "generated":
-                metrics.set("gvm_tokens", tokens, label=fate)
-        metrics.set("gvm_rollouts_running", work.num_running)
-        metrics.set("gvm_ledger_conserved", float(work.conserved))
-        metrics.set("gvm_producers", len(self.peers.of("producer")))
-        metrics.set("gvm_batches_settled", work.allocator.settled_steps)
-        metrics.set("gvm_policy_version", self.version)
+        return picture.report(self, now)
 
     def _send(self, identity: bytes, message: m.ToPeer) -> None:
         self.outbox.append((identity, message))
