@@ -11,7 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gvm_stream.config import VerifierSection
+from gvm_stream.config import NumericSection, VerifierSection
 from gvm_stream.verify import pool as pool_module
 from gvm_stream.verify.pool import CHUNK, CRASHED, TIMEOUT, VerifierPool, judge_in_worker
 from gvm_stream.verify.rules import UNREADABLE_GOLD, extract, judge, parse_number
@@ -86,15 +86,15 @@ def test_numbers_are_read_exactly_or_not_at_all(text: str, value: Fraction | Non
 
 
 def test_numeric_tolerance_is_relative_to_the_gold_answer() -> None:
-    settings = VerifierSection(kind="numeric", tolerance=0.25)
+    settings = VerifierSection(kind="numeric", numeric=NumericSection(tolerance=0.25))
     assert [reward(settings, "-8", text) for text in ("-10", "-6", "-10.1", "-5.9", "8")] == [1, 1, 0, 0, 0]
     assert [reward(settings, "0", text) for text in ("0.0", "1e-9")] == [1, 0]
-    assert reward(VerifierSection(kind="numeric", tolerance=0), "0.1", "1/10") == 1
+    assert reward(VerifierSection(kind="numeric", numeric=NumericSection(tolerance=0)), "0.1", "1/10") == 1
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(1, 10**6))
 def test_a_number_equals_itself_in_every_spelling(whole: int, below: int) -> None:
-    strict = VerifierSection(kind="numeric", tolerance=0)
+    strict = VerifierSection(kind="numeric", numeric=NumericSection(tolerance=0))
     assert reward(strict, str(whole), f"{whole:,}.000") == 1
     assert reward(strict, f"{whole}/{below}", f"{whole * 3}/{below * 3}") == 1
     assert reward(strict, str(whole), str(whole + 1)) == 0

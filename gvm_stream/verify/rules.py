@@ -37,7 +37,7 @@ def judge(settings: VerifierSection, item: VerifyItem) -> Verdict:
         if settings.kind == "exact":
             return exact(item.answer, extracted)
         if settings.kind == "numeric":
-            return numeric(item.answer, extracted, settings.tolerance)
+            return numeric(item.answer, extracted, settings.numeric.tolerance)
         return math(item.answer, extracted, anchored=bool(settings.answer_marker))
     except Exception as error:  # computer algebra fails in every way there is; none of them makes a response wrong
         return VerdictUnscorable(f"verifier failed: {type(error).__name__}: {str(error)[:200]}")

@@ -14,6 +14,14 @@ class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
     """Decoded response, without the end token."""
     truncated: bool = False
     """Cut off at the length cap."""
+    kind: str = ""
+    """Verifier of this row; empty: the configured one."""
+    prompt: str = ""
+    """Prompt id, for verifiers that ask somebody else."""
+    tokens: int = 0
+    """Length of the response."""
+    max_tokens: int = 0
+    """Length cap; 0: none."""
 
 
 class VerdictScored(msgspec.Struct, frozen=True, tag="scored"):
@@ -21,6 +29,10 @@ class VerdictScored(msgspec.Struct, frozen=True, tag="scored"):
     """1 right, 0 wrong."""
     extracted: str = ""
     """What was taken for the answer; empty if nothing was."""
+    expected: str = ""
+    """What it was compared with, as read from the gold answer."""
+    rule: str = ""
+    """The rule that decided, in a few words."""
 
 
 class VerdictUnscorable(msgspec.Struct, frozen=True, tag="unscorable"):
