@@ -204,7 +204,7 @@ class OverlongSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["wrong", "score", "penalty"],
         Meta(
             description="A response cut off at the length cap is `wrong` (reward 0), gets its `score`, or, as any "
-            "longer than max_tokens - buffer_tokens, a `penalty` that grows linearly to its full size at the cap (DAPO)."
+            "longer than max_tokens - buffer_tokens, a `penalty` that grows linearly to full size at the cap (DAPO)."
         ),
     ] = "wrong"
     buffer_tokens: Annotated[int, Meta(ge=1, description="`penalty`: tokens before the cap where it begins.")] = 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,7 @@ class Supervisor:
         ]
         self._restarts_left = config.run.producer_restarts
         self._stopping = False
+        self.interrupted = False
         self.problem = ""
         """What ended the run early, if a process other than the allocator did."""
         self.exit_status = 0
@@ -143,6 +145,7 @@ class Supervisor:
 
     async def _stop_when_told(self, interrupted: trio.Event) -> None:
         await interrupted.wait()
+        self.interrupted = True
         self._progress.note("stopping: the learner saves a checkpoint, everybody says goodbye (again to end at once)")
         self._stop()
 
@@ -170,6 +173,9 @@ def run(config: Config, *, resume: Path | None, plain: bool) -> int:
         trio.run(supervisor.run)
     report_path = folder / "report.json"
     again = f"; continue with: gvm-stream run --resume {folder}"
+    if supervisor.interrupted and supervisor.exit_status == -signal.SIGTERM:
+        progress.note("interrupted before the run began")
+        return 130
     if supervisor.exit_status or supervisor.problem:
         problem = supervisor.problem or supervisor.allocator.last_words()
         error = DataError if supervisor.exit_status == DataError.exit_status else StreamError

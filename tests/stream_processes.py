@@ -97,6 +97,14 @@ def find(pid: int, verb: str) -> int:
     raise AssertionError(f"no {verb} among the children of {pid}")
 
 
+def wait_for_children(pid: int, count: int) -> None:
+    """Wait until a process has so many descendants."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(descendants(pid)) < count:
+        assert time.monotonic() < deadline, f"process {pid} has {len(descendants(pid))} descendants"
+        time.sleep(0.05)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

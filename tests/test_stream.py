@@ -22,6 +22,7 @@ from tests.stream_processes import (
     overrides,
     report,
     started,
+    wait_for_children,
     wait_for_status,
 )
 
@@ -77,6 +78,17 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed_to_its_end(tmp_path: Path) -> N
     assert versions == sorted(set(versions))
     assert second["rollouts_by_fate"]["trained"] + second["rollouts_by_fate"]["zero_signal"] == 24 * 256
     assert_account_sums(second)
+
+
+def test_ctrl_c_before_the_run_has_begun_is_no_error(tmp_path: Path) -> None:
+    output = tmp_path / "out.txt"
+    with started(["run", str(CONFIG), "--plain", *overrides(tmp_path)], output) as supervisor:
+        wait_for_children(supervisor.pid, 3)
+        everyone = descendants(supervisor.pid)
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.wait(30) == 130, output.read_text()
+        assert gone_within(everyone, 5) == []
+    assert "error" not in output.read_text()
 
 
 def test_a_killed_learner_ends_the_run_with_a_sentence_and_the_run_can_be_resumed(tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ class Order:
 
     work: int
     attempt: int
+    prompt: str
     answer: str
+    verifier: str
     since: float
 
 
@@ -207,7 +209,7 @@ class Session:
         sampling = self._config.sampling
         requests = []
         for order in orders:
-            self._orders[order.work] = Order(order.work, order.attempt, order.answer, now)
+            self._orders[order.work] = Order(order.work, order.attempt, order.prompt, order.answer, order.verifier, now)
             requests.append(
                 Request(
                     id=order.work,
@@ -258,6 +260,10 @@ class Session:
             answer=order.answer,
             response=self._decode(completion.tokens.tolist()),
             truncated=completion.finish == "length",
+            kind=order.verifier,
+            prompt=order.prompt,
+            tokens=len(completion.tokens),
+            max_tokens=self._config.sampling.max_tokens,
         )
 
     def _judged(self, order: Order, completion: Completion, verdict: Verdict) -> m.Rollout:

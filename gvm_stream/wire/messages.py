@@ -201,6 +201,8 @@ class WorkOrder(Message, frozen=True, kw_only=True):
     """Prompt token ids, int32 [P], template and BOS applied once when the data was prepared."""
     answer: str
     """Gold answer, for the verifier."""
+    verifier: str = ""
+    """Verifier of this prompt; empty: the configured one."""
 
 
 class Work(Message, tag="work", frozen=True, kw_only=True):
