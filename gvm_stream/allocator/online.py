@@ -114,6 +114,8 @@ class OnlineAllocator:
         self._next_group = 0
         self._steps: dict[int, list[int]] = {}
         """Unsettled batches: step -> groups."""
+        self._open: dict[int, int] = {}
+        """Unsettled batches: step -> groups that have not closed."""
         self._versions = [0]
         """Policy version after so many settled batches."""
         self._launch: deque[tuple[int, int, int]] = deque()
@@ -204,11 +206,9 @@ class OnlineAllocator:
     def batch(self, step: int) -> tuple[ClosedGroup, ...] | None:
         """The closed groups of a batch, in plan order; None while it is not complete. Groups without a single scored
         rollout are left out."""
-        if step not in self._steps:
+        if self._open.get(step, 1) > 0:
             return None
         closed = [self._groups[number].closed for number in self._steps[step]]
-        if any(group is None for group in closed):
-            return None
         return tuple(group for group in closed if group is not None and group.members)
 
     def settle(self, step: int, version: int, fates: Mapping[Fate, Iterable[int]]) -> None:
@@ -233,6 +233,7 @@ class OnlineAllocator:
             self.account.move(Fate.PENDING, fate, self._tokens.pop(work))
         for number in self._steps.pop(step):
             del self._groups[number]
+        del self._open[step]
         self.settled_steps += 1
         self._versions.append(version)
 
@@ -299,7 +300,7 @@ class OnlineAllocator:
         self._versions = [state["version"]] * (self.settled_steps + 1)
         self._quarantine = set(state["quarantine"])
         self._epoch, self._order = state["epoch"], deque(state["order"])
-        self._groups, self._steps, self._tokens = {}, {}, {}
+        self._groups, self._steps, self._open, self._tokens = {}, {}, {}, {}
         self._launch, self._retry, self.ledger = deque(), deque(), Ledger()
         self._withdrawn = False
         for offset, groups in enumerate(state["plans"]):
@@ -341,6 +342,7 @@ class OnlineAllocator:
     def _add_step(self, step: int, plan: list[tuple[int, int]]) -> None:
         min_version = self._versions[max(0, step - self.settings.max_lag)]
         self._steps[step] = []
+        self._open[step] = len(plan)
         for prompt, planned in plan:
             number, self._next_group = self._next_group, self._next_group + 1
             self._groups[number] = _Group(prompt, step, planned)
@@ -349,6 +351,7 @@ class OnlineAllocator:
 
     def _close(self, number: int) -> ClosedGroup:
         group = self._groups[number]
+        self._open[group.step] -= 1
         group.members.sort(key=lambda member: member.index)
         group.closed = ClosedGroup(
             group=number,
