@@ -3,6 +3,7 @@
 
 from gvm_stream.allocator.ledger import Reception
 from gvm_stream.allocator.online import Explanation, OnlineAllocator, Settings, Told
+from gvm_stream.allocator.stopping import Rule, implied_objective
 from gvm_stream.allocator.types import (
     Cancelled,
     ClosedGroup,
@@ -25,9 +26,11 @@ __all__ = [
     "Member",
     "OnlineAllocator",
     "Reception",
+    "Rule",
     "Scored",
     "Settings",
     "Told",
     "Unscorable",
     "WorkItem",
+    "implied_objective",
 ]
