@@ -169,7 +169,7 @@ def main() -> None:
     config = load_config(CONFIG, [f"run.steps={options.steps}", "metrics.port=9600"])
     tokenizer = load_tokenizer(config.model.path)
     end_tokens = end_token_ids(tokenizer, config.model.path)
-    train = prepare_prompts(config.data, tokenizer, end_tokens=end_tokens).train
+    train = prepare_prompts(config.data, tokenizer, end_tokens=end_tokens, verifier=config.verifier).train
     per_prompt = round(config.allocation.rollouts_per_prompt)
     visits = options.steps * config.allocation.prompts_per_step
     work = [train[i % len(train)] for i in range(visits) for _ in range(per_prompt)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gvm_stream.errors import ConfigError, GvmStreamError
+from gvm_stream.verify.commands import add_commands as add_verify_commands
 
 OVERRIDES = "any key of the configuration can be overridden by --section.key=value, for example --run.steps=50"
 
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", type=Path, metavar="DIR", help="model folder (default: model.path)")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(command=_eval)
+
+    verify = verbs.add_parser("verify", help="check golds, explain a verdict, measure a verifier", epilog=OVERRIDES)
+    add_verify_commands(verify)
 
     config = verbs.add_parser("config", help="print the resolved configuration and what it implies", epilog=OVERRIDES)
     config.add_argument("file", nargs="?", type=Path, help="configuration, TOML")

@@ -21,7 +21,13 @@ AGREED = (
     "sampling.max_tokens",
     "run.steps",
     "verifier.kind",
+    "verifier.weights",
     "verifier.answer_marker",
+    "verifier.function",
+    "verifier.numeric",
+    "verifier.math",
+    "verifier.patterns",
+    "verifier.overlong",
     "allocation.max_lag",
 )
 """Keys whose values must be the same in every process of a run; the allocator checks them when a peer joins."""

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import trio
 
 from gvm_stream.config import Config
 from gvm_stream.data.prompts import Prompt
 from gvm_stream.producers.engine import Completion, Engine, Request
 from gvm_stream.producers.main import prepare_engine
-from gvm_stream.verify.pool import VerifierPool
-from gvm_stream.verify.verdict import Verdict, VerdictScored, VerifyItem
+from gvm_stream.verify.blocking import BlockingVerifier
+from gvm_stream.verify.verdict import VerdictScored, VerifyItem
 
 
 def evaluate(config: Config, checkpoint: Path | None, *, as_json: bool) -> str:
@@ -26,9 +25,9 @@ def evaluate(config: Config, checkpoint: Path | None, *, as_json: bool) -> str:
     from gvm_stream.data.prepare import load_tokenizer, prepare_prompts
 
     tokenizer = load_tokenizer(config.model.path)
-    heldout = prepare_prompts(config.data, tokenizer, end_tokens=end_token_ids(tokenizer, config.model.path)).heldout[
-        : config.eval.prompts
-    ]
+    end_tokens = end_token_ids(tokenizer, config.model.path)
+    prompts = prepare_prompts(config.data, tokenizer, end_tokens=end_tokens, verifier=config.verifier)
+    heldout = prompts.heldout[: config.eval.prompts]
     make, decode = prepare_engine(config, "eval")
     engine = make()
     asked = [prompt for prompt in heldout for _ in range(config.eval.samples)]
@@ -39,10 +38,15 @@ def evaluate(config: Config, checkpoint: Path | None, *, as_json: bool) -> str:
             answer=prompt.answer,
             response=decode(completion.tokens.tolist()),
             truncated=completion.finish == "length",
+            kind=prompt.verifier,
+            prompt=prompt.id,
+            tokens=len(completion.tokens),
+            max_tokens=config.sampling.max_tokens,
         )
         for prompt, completion in zip(asked, completions, strict=True)
     ]
-    verdicts = trio.run(_verify, config, items)
+    with BlockingVerifier(config.verifier) as verifier:
+        verdicts = verifier.verify(items)
     rewards = [verdict.reward for verdict in verdicts if isinstance(verdict, VerdictScored)]
     accuracy = sum(rewards) / len(rewards) if rewards else math.nan
     error = math.sqrt(accuracy * (1 - accuracy) / len(rewards)) if rewards else math.nan
@@ -81,8 +85,3 @@ def generate(engine: Engine, config: Config, prompts: Sequence[Prompt]) -> list[
     while engine.has_work():
         done.update((completion.id, completion) for completion in engine.step())
     return [done[i] for i in range(len(prompts))]
-
-
-async def _verify(config: Config, items: Sequence[VerifyItem]) -> list[Verdict]:
-    async with VerifierPool(config.verifier) as pool:
-        return await pool.verify(items)

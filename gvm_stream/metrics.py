@@ -62,6 +62,9 @@ TABLE: tuple[Spec, ...] = (
     Spec("producer", "gauge", "gvm_engine_version", "Policy version the engine samples with."),
     Spec("producer", "histogram", "gvm_rollout_seconds", "From order to completion.", buckets=SECONDS),
     Spec("producer", "histogram", "gvm_verify_seconds", "From completion to verdict.", buckets=SECONDS),
+    Spec("producer", "counter", "gvm_verdicts", "Verdicts.", "verdict", ("right", "wrong", "unscorable")),
+    Spec("producer", "gauge", "gvm_verifier_waiting", "Responses that wait for a verifier process."),
+    Spec("producer", "counter", "gvm_verifier_killed", "Verifier processes that ended over a response."),
     Spec(
         "producer", "histogram", "gvm_weight_update_seconds", "Generation stands still for an update.", buckets=SECONDS
     ),

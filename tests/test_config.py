@@ -105,6 +105,18 @@ def test_a_wrong_value_is_one_sentence_with_key_value_expectation_and_file(raw: 
         (minimal(stream={"heartbeat_s": 6}), ["stream.silence_s = 15", "stream.heartbeat_s = 6"]),
         (minimal(data={"source": "reasoning_gym"}), ["data.reasoning_gym.task"]),
         ({"model": {"path": "m"}}, ["data.train", '"jsonl"']),
+        (minimal(verifier={"kind": "regex"}), ["verifier.patterns.answer", '"regex"']),
+        (
+            minimal(verifier={"kind": "regex", "patterns": {"answer": "("}}),
+            ['verifier.patterns.answer = "("', "expression"],
+        ),
+        (minimal(verifier={"weights": {"exact": 1, "format": 0.1}}), ["verifier.patterns.format", '"format"']),
+        (minimal(verifier={"kind": "python", "function": "f"}), ['verifier.function = "f"', "module:function"]),
+        (minimal(verifier={"kind": "http", "http": {"url": "file:///x"}}), ['verifier.http.url = "file:///x"']),
+        (
+            minimal(verifier={"overlong": {"mode": "penalty"}}, sampling={"max_tokens": 63}),
+            ["verifier.overlong.buffer_tokens = 64", "sampling.max_tokens = 63"],
+        ),
     ],
 )
 def test_fields_that_do_not_go_together_are_named_with_their_values(raw: Raw, parts: list[str]) -> None:

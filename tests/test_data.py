@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from gvm_stream.config import Config, DataSection, ModelSection, ReasoningGymSection
+from gvm_stream.config import Config, DataSection, ModelSection, ReasoningGymSection, VerifierSection
 from gvm_stream.data.check import Problem, read_answer
 from gvm_stream.data.encode import PromptEncoder, end_token_ids
-from gvm_stream.data.prepare import is_held_out, main, prepare_prompts
+from gvm_stream.data.prepare import ANY_TEXT, is_held_out, main, prepare_prompts
 from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.data.store import describe, load_prompt_set, save_prompt_set
 from gvm_stream.errors import ConfigError, DataError, ModelError
+from gvm_stream.verify.rules import judge
+from gvm_stream.verify.verdict import VerdictScored, VerifyItem
 
 SPECIAL = ["<pad>", "<s>", "<end>", "<user>", "<assistant>", "<system>"]
 TEMPLATE = (
@@ -71,12 +73,15 @@ def prepare(tmp_path: Path) -> Prepare:
     """Prepare JSON Lines rows, with one held-out row unless the test brings its own."""
 
     def run(
-        rows: Sequence[Row | str], heldout: Sequence[Row] = ({"prompt": "held", "answer": "1"},), **keys: object
+        rows: Sequence[Row | str],
+        heldout: Sequence[Row] = ({"prompt": "held", "answer": "1"},),
+        verifier: VerifierSection = ANY_TEXT,
+        **keys: object,
     ) -> PromptSet:
         train = write_jsonl(tmp_path / "train.jsonl", rows)
         held = write_jsonl(tmp_path / "heldout.jsonl", heldout) if heldout else ""
         data = msgspec.convert({"train": train, "heldout": held, **keys}, DataSection)
-        return prepare_prompts(data, character_tokenizer(), end_tokens=(END,))
+        return prepare_prompts(data, character_tokenizer(), end_tokens=(END,), verifier=verifier)
 
     return run
 
@@ -214,6 +219,50 @@ def test_every_refused_row_is_reported_with_its_number_and_the_rest_is_used(prep
     assert prompt_set.bad_rows[6].detail == "41 tokens, data.max_prompt_tokens = 40"
 
 
+NUMERIC = VerifierSection(kind="numeric")
+NAMED: list[Row] = [{"prompt": "held", "answer": "1", "verifier": None}]
+UNREADABLE: list[Row] = [
+    {"prompt": p, "answer": a} for p, a in (("a", "4"), ("b", "four"), ("c", 5), ("d", "see solution"))
+]
+
+
+def test_golds_that_the_verifier_cannot_read_are_left_out_or_refused(prepare: Prepare) -> None:
+    prompt_set = prepare(UNREADABLE, verifier=NUMERIC)
+    assert [prompt.answer for prompt in prompt_set.train] == ["4", "5"]
+    assert problems(prompt_set) == [(2, "unreadable_gold"), (4, "unreadable_gold")]
+    assert prompt_set.bad_rows[0].detail == "numeric: 'four' is not a number"
+    assert problems(prepare(UNREADABLE)) == [(4, "unreadable_gold")]
+    strict = VerifierSection(kind="numeric", bad_golds="error")
+    with pytest.raises(DataError, match=r'bad_golds = "error", and 2 train rows .*, unreadable_gold: rows 2, 4 \('):
+        prepare(UNREADABLE, verifier=strict)
+
+
+def test_a_row_may_name_its_verifier(prepare: Prepare) -> None:
+    rows: list[Row] = [
+        {"prompt": "a", "answer": "4", "verifier": None},
+        {"prompt": "b", "answer": "B", "verifier": "choice"},
+        {"prompt": "c", "answer": "four", "verifier": " exact "},
+        {"prompt": "d", "answer": "four", "verifier": ""},
+        {"prompt": "e", "answer": "4", "verifier": "nummeric"},
+        {"prompt": "f", "answer": "4", "verifier": 5},
+    ]
+    prompt_set = prepare(rows, NAMED, verifier=NUMERIC, verifier_column="verifier")
+    assert [(prompt.text, prompt.verifier) for prompt in prompt_set.train] == [
+        ("a", ""),
+        ("b", "choice"),
+        ("c", "exact"),
+    ]
+    assert problems(prompt_set) == [(4, "unreadable_gold"), (5, "unknown_verifier"), (6, "unknown_verifier")]
+    assert prompt_set.bad_rows[1].detail == "there is no verifier 'nummeric'; did you mean numeric?"
+
+
+def test_a_verifier_that_a_row_names_must_be_configured(prepare: Prepare) -> None:
+    with pytest.raises(ConfigError, match=r"^verifier\.patterns\.answer is empty"):
+        prepare([{"prompt": "a", "answer": "4", "verifier": "regex"}], NAMED, verifier_column="verifier")
+    with pytest.raises(DataError, match=r"no column 'verifer'.*did you mean verifier"):
+        prepare([{"prompt": "a", "answer": "4", "verifier": "regex"}], NAMED, verifier_column="verifer")
+
+
 def test_a_list_of_messages_needs_the_chat_format(prepare: Prepare) -> None:
     messages = [{"role": "user", "content": "b"}]
     prompt_set = prepare([{"prompt": "a", "answer": "1"}, {"prompt": messages, "answer": "1"}], format="raw")
@@ -346,6 +395,27 @@ def test_reasoning_gym_held_out_items_use_the_seeds_after_the_training_ones() ->
     shifted = prepare_prompts(gym(seed=11), character_tokenizer(), end_tokens=())
     assert (len(first.train), len(first.heldout)) == (6, 3)
     assert [prompt.text for prompt in first.heldout] == [prompt.text for prompt in shifted.train[:3]]
+
+
+def test_reasoning_gym_answers_are_whole_entries_for_the_verifier_of_that_name() -> None:
+    (plain, *_), (whole, *_) = (
+        prepare_prompts(gym(), character_tokenizer(), end_tokens=(), verifier=VerifierSection(kind=kind)).train
+        for kind in ("exact", "reasoning_gym")
+    )
+    gold = json.loads(whole.answer)
+    assert (gold["task"], gold["options"]) == ("chain_sum", {})
+    assert (gold["entry"]["question"], gold["entry"]["answer"]) == (plain.text, plain.answer)
+    verdict = judge(VerifierSection(kind="reasoning_gym"), VerifyItem(answer=whole.answer, response=plain.answer))
+    assert isinstance(verdict, VerdictScored)
+    assert verdict.reward == 1
+
+
+def test_one_question_of_a_task_may_have_several_good_answers() -> None:
+    few = gym(size=40, heldout_size=1, options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    verifier = VerifierSection(kind="reasoning_gym")
+    prompt_set = prepare_prompts(few, character_tokenizer(), end_tokens=(), verifier=verifier)
+    assert {bad.problem for bad in prompt_set.bad_rows} <= {"duplicate", "heldout_in_train"}
+    assert len(prompt_set.train) + len(prompt_set.bad_rows) == 40
 
 
 def test_reasoning_gym_tasks_and_options_are_checked() -> None:

@@ -8,12 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from gvm_stream.allocator import Cancelled, Failed, Fate
+from gvm_stream.allocator import Cancelled, Failed, Fate, Unscorable
 from gvm_stream.allocator.dispatcher import ORDER_CHUNK, Dispatcher
 from gvm_stream.allocator.peers import Peer
-from gvm_stream.config import (
-    Config,
-)
+from gvm_stream.config import Config, VerifierSection
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
 from tests.scripted_peers import config, done, prompt_set, rollout_of
@@ -45,7 +43,7 @@ def test_credits_bound_what_a_producer_holds_and_each_report_returns_one() -> No
     (fifth,) = orders(d, peer)
     assert (fifth.work, peer.credits, d.num_running) == (5, 0, 4)
     with pytest.raises(ValueError, match="producer p0 has no credit left"):
-        peer.take(9, 0, 0.0)
+        peer.take(d.allocator.ledger.running()[0], 0.0)
 
 
 def test_orders_carry_what_a_producer_needs_and_evaluation_goes_first() -> None:
@@ -201,3 +199,18 @@ def test_evaluation_results_carry_no_payload_and_withdrawn_work_is_not_replaced(
     d.withdraw()
     d.receive(peer, m.Rollout(work=training.work, attempt=0, outcome=Failed(reason="producer leaves", tokens=2)))
     assert (orders(d, peer), d.num_running, d.conserved) == ([], 0, True)
+
+
+def test_prompts_with_verdicts_that_cannot_be_trusted_are_reported_and_quarantined_if_asked() -> None:
+    for ask in (False, True):
+        settings = msgspec.structs.replace(config(), verifier=VerifierSection(quarantine_flaky=ask))
+        d, peer = dispatcher(settings), producer()
+        first, second, third, *_ = orders(d, peer)
+        d.receive(peer, rollout_of(first, reward=1.0))
+        same_text = msgspec.structs.replace(rollout_of(second, reward=0.0), tokens=rollout_of(first).tokens)
+        d.receive(peer, same_text)
+        assert [flaky.prompt for flaky in d.flaky.report()] == [first.prompt]
+        assert d.allocator.quarantined == ([first.prompt] if ask else [])
+        unscorable = Unscorable(reason="verifier timeout", tokens=3, seconds=1.0)
+        d.receive(peer, m.Rollout(work=third.work, attempt=third.attempt, outcome=unscorable))
+        assert d.flaky.report()[0].unscorable == 1

@@ -5,6 +5,7 @@ Joins the ledgers of training and evaluation to the payload (tokens, log-probs) 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -14,10 +15,21 @@ from gvm_stream.allocator.evaluation import Evaluation
 from gvm_stream.allocator.ledger import Reception
 from gvm_stream.allocator.online import OnlineAllocator, Settings
 from gvm_stream.allocator.peers import Lease, Peer
-from gvm_stream.allocator.types import ClosedGroup, Expired, Failed, Fate, Outcome, Scored, WorkItem
+from gvm_stream.allocator.types import (
+    ClosedGroup,
+    Expired,
+    Failed,
+    Fate,
+    Outcome,
+    PromptId,
+    Scored,
+    Unscorable,
+    WorkItem,
+)
 from gvm_stream.config import Config, step_budget
 from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
+from gvm_stream.verify.flaky import FlakyPrompts
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.check import rollout_problem
 
@@ -32,6 +44,8 @@ class Dispatcher:
         a = config.allocation
         self._prompts: dict[str, Prompt] = {p.id: p for p in (*prompts.train, *prompts.heldout)}
         self._metrics = metrics
+        self.flaky = FlakyPrompts(config.verifier.flaky_share)
+        self._quarantine_flaky = config.verifier.quarantine_flaky
         self._payload: dict[int, m.Rollout] = {}
         """Scored training rollouts until the learner is done with their batch."""
         self.allocator = OnlineAllocator(
@@ -64,7 +78,7 @@ class Dispatcher:
             if not items:
                 continue
             for item in items:
-                peer.take(item.work, item.attempt, now)
+                peer.take(item, now)
             yield peer, m.Work(orders=tuple(self._order(item) for item in items))
             if peer.credits:
                 waiting.append(peer)
@@ -81,11 +95,24 @@ class Dispatcher:
         peer.owed.discard((rollout.work, rollout.attempt))
         peer.credits += 1
         peer.reported_tokens += outcome.tokens
-        if self._tell(rollout.work, rollout.attempt, outcome) and isinstance(outcome, Scored):
+        accepted = self._tell(rollout.work, rollout.attempt, outcome)
+        if accepted and lease is not None:
+            self._watch_verdict(lease.prompt, rollout, outcome)
+        if accepted and isinstance(outcome, Scored):
             self._metrics.observe("gvm_response_tokens", outcome.tokens)
             if rollout.work > 0:
                 self._payload[rollout.work] = rollout
         return problem and f"work {rollout.work} of {peer.label}: {problem}"
+
+    def _watch_verdict(self, prompt: PromptId, rollout: m.Rollout, outcome: Outcome) -> None:
+        """Tell prompts whose verdicts cannot be trusted."""
+        if not isinstance(outcome, Scored | Unscorable):
+            return
+        digest = hashlib.blake2b(rollout.tokens, digest_size=16).digest()
+        self.flaky.observe(prompt, digest, outcome.reward if isinstance(outcome, Scored) else None)
+        if self._quarantine_flaky and rollout.work > 0 and self.flaky.is_flaky(prompt):
+            log.warning("prompt %s is quarantined: its verdicts cannot be trusted", prompt)
+            self.allocator.quarantine(prompt)
 
     def expire(self, peer: Peer, lease: Lease, why: str) -> None:
         """The owner of a lease is dead or stuck: its work goes back."""
@@ -163,6 +190,7 @@ class Dispatcher:
             prompt=item.prompt,
             prompt_tokens=prompt.tokens,
             answer=prompt.answer,
+            verifier=prompt.verifier,
         )
 
     def _train_group(self, group: ClosedGroup) -> m.TrainGroup:

@@ -261,9 +261,13 @@ class OnlineAllocator:
             planned={g.step: g.planned for g in self._groups.values() if g.prompt == i},
         )
 
+    def quarantine(self, prompt: PromptId) -> None:
+        """Do not visit this prompt again; rollouts under way go on. Raises KeyError for an unknown prompt."""
+        self._quarantine.add(self._position[prompt])
+
     @property
     def quarantined(self) -> list[PromptId]:
-        """Prompts none of whose rollouts could be made in a visit; they are not visited again."""
+        """Prompts that are not visited again: `quarantine` said so, or no rollout of a visit could be made."""
         return [self._prompts[i] for i in sorted(self._quarantine)]
 
     @property

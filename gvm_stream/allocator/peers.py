@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gvm_stream.allocator.types import PromptId, WorkItem
 from gvm_stream.config import StreamSection
 from gvm_stream.errors import StreamError
 from gvm_stream.wire.messages import PeerStatus, Role
@@ -19,6 +20,7 @@ UNREACHABLE_HEARTBEATS = 3
 @dataclass
 class Lease:
     work: int
+    prompt: PromptId
     attempt: int
     tokens: int
     """Tokens last heard of."""
@@ -45,12 +47,12 @@ class Peer:
     """(work, attempt) of expired leases that it has not returned. Until it has, it gets no work: a stuck producer would
     only get stuck again, and it tells two attempts at the same work apart by order alone."""
 
-    def take(self, work: int, attempt: int, now: float) -> None:
+    def take(self, item: WorkItem, now: float) -> None:
         """One credit turns into a lease."""
         if self.credits < 1:
             raise ValueError(f"{self.label} has no credit left")
         self.credits -= 1
-        self.leases[work] = Lease(work, attempt, 0, now)
+        self.leases[item.work] = Lease(item.work, item.prompt, item.attempt, 0, now)
 
     def hear(self, running: dict[int, int], now: float) -> bool:
         """Renew the leases of rollouts with new tokens; True if there is one."""

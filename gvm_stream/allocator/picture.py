@@ -77,6 +77,8 @@ def report(broker: Broker, now: float) -> dict[str, Any]:
         attempts={"issued": ledger.issued, "running": ledger.num_running, **ledger.ended},
         conserved=broker.work.conserved,
         final_version=broker.version,
+        quarantined=broker.work.allocator.quarantined,
+        flaky=[msgspec.to_builtins(prompt) for prompt in broker.work.flaky.report()],
         config=msgspec.to_builtins(broker.config),
     )
 

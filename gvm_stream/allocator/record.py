@@ -79,6 +79,8 @@ def build_report(
     attempts: dict[str, int],
     conserved: bool,
     final_version: int,
+    quarantined: list[str],
+    flaky: list[dict[str, Any]],
     config: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of report.json. Accuracies are mean rewards on held-out prompts at the sampling temperature."""
@@ -101,6 +103,8 @@ def build_report(
         "engine_tokens_unaccounted": engine_tokens_unaccounted,
         "attempts": attempts,
         "ledger_conserved": conserved,
+        "quarantined_prompts": quarantined,
+        "flaky_prompts": flaky,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens["generated"] / seconds, 1) if seconds > 0 else None,
         "mean_lag": _mean([stats.mean_lag for stats in trained]),

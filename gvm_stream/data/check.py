@@ -1,4 +1,4 @@
-"""Checks of one row: what its prompt and its gold answer are, or why the row cannot be used. Pure."""
+"""Checks of one row: what its prompt and its gold answer are, or why the row cannot be used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
+
+from gvm_stream.config import VerifierSection
+from gvm_stream.config_verifier import VERIFIER_KINDS, used_kinds
+from gvm_stream.data.sources import RawRow, nearest
+from gvm_stream.verify.golds import gold_problem, require_settings
 
 Message = dict[str, str]
 """One chat message: `role` and `content`."""
@@ -71,6 +76,27 @@ def read_answer(value: object) -> str | Problem:
     if not value.strip():
         return Problem("missing_answer", "the answer is empty or blank")
     return _encoding_problem(value, "the answer") or value.strip()
+
+
+class Gold(msgspec.Struct, frozen=True):
+    answer: str
+    verifier: str
+    """Verifier that the row names; empty: the configured one."""
+
+
+def read_gold(row: RawRow, verifier: VerifierSection) -> Gold | Problem:
+    """The gold answer of a row and who reads it. ConfigError if the row's verifier needs settings that are not set."""
+    kind = "" if row.verifier is None else str(row.verifier).strip()
+    if kind and kind not in VERIFIER_KINDS:
+        return Problem("unknown_verifier", f"there is no verifier {kind[:40]!r}{nearest(kind, VERIFIER_KINDS)}")
+    answer = read_answer(row.answer)
+    if isinstance(answer, Problem):
+        return answer
+    for used in (kind,) if kind else used_kinds(verifier):
+        require_settings(verifier, used)
+    if problem := gold_problem(verifier, kind, answer):
+        return Problem("unreadable_gold", problem)
+    return Gold(answer, kind)
 
 
 def _encoding_problem(text: str, what: str) -> Problem | None:

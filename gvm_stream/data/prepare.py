@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from gvm_stream.config import Config, DataSection
-from gvm_stream.data.check import Problem, read_answer, read_messages, shown_text
+from gvm_stream.config import Config, DataSection, VerifierSection
+from gvm_stream.config_verifier import used_kinds
+from gvm_stream.data.check import Problem, read_gold, read_messages, shown_text
 from gvm_stream.data.encode import PromptEncoder, end_token_ids
 from gvm_stream.data.prompts import BadRow, Prompt, PromptSet
-from gvm_stream.data.sources import Split, read_rows
+from gvm_stream.data.sources import RawRow, Split, read_rows
 from gvm_stream.data.store import ROWS_SHOWN, describe_bad_rows, save_prompt_set
 from gvm_stream.errors import ConfigError, DataError, GvmStreamError, ModelError
 
@@ -28,18 +29,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def prepare_prompts(data: DataSection, tokenizer: PreTrainedTokenizerBase, *, end_tokens: tuple[int, ...]) -> PromptSet:
-    """Read, check and encode both splits.
+ANY_TEXT = VerifierSection(kind="exact")
+"""Reads any gold answer but a remark in its place."""
+
+
+def prepare_prompts(
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    end_tokens: tuple[int, ...],
+    verifier: VerifierSection = ANY_TEXT,
+) -> PromptSet:
+    """Read, check and encode both splits. Rows whose gold answer `verifier` cannot read are left out.
 
     Without a held-out source, a prompt is held out by a hash of its text, so in any order and beside any other rows.
     """
     encoder = PromptEncoder(tokenizer, data)
     own_heldout = bool(data.heldout) or data.source == "reasoning_gym"
     bad_rows: list[BadRow] = []
-    heldout = [prompt for _, prompt in _usable(data, "heldout", encoder, bad_rows)] if own_heldout else []
+    heldout = [prompt for _, prompt in _usable(data, verifier, "heldout", encoder, bad_rows)] if own_heldout else []
     asked = {prompt.text: prompt.id for prompt in heldout}
     train: list[Prompt] = []
-    for row, prompt in _usable(data, "train", encoder, bad_rows):
+    for row, prompt in _usable(data, verifier, "train", encoder, bad_rows):
         if prompt.text in asked:
             detail = f"the same prompt as {asked[prompt.text]}"
             bad_rows.append(BadRow(split="train", row=row, problem="heldout_in_train", detail=detail))
@@ -58,17 +69,19 @@ def is_held_out(text: str, share: float) -> bool:
 
 
 def _usable(
-    data: DataSection, split: Split, encoder: PromptEncoder, bad_rows: list[BadRow]
+    data: DataSection, verifier: VerifierSection, split: Split, encoder: PromptEncoder, bad_rows: list[BadRow]
 ) -> Iterator[tuple[int, Prompt]]:
     """(row, prompt) of the rows that can be used; the others go to `bad_rows`."""
     first: dict[str, tuple[int, str]] = {}
     contradictions: list[str] = []
     duplicates: list[str] = []
-    for row, (raw_prompt, raw_answer) in enumerate(read_rows(data, split), 1):
-        prompt = _prompt(data, encoder, f"{split}-{row}", raw_prompt, raw_answer)
+    unreadable: list[BadRow] = []
+    by_task = "reasoning_gym" in used_kinds(verifier)  # a task may make one question with two good answers
+    for row, raw in enumerate(read_rows(data, split, entries=by_task), 1):
+        prompt = _prompt(data, verifier, encoder, f"{split}-{row}", raw)
         if isinstance(prompt, Prompt):
             first_row, first_answer = first.setdefault(prompt.text, (row, prompt.answer))
-            if first_answer != prompt.answer:
+            if first_answer != prompt.answer and not by_task:
                 contradictions.append(f"{first_row} and {row}")
                 continue
             if first_row == row or data.duplicates == "keep":
@@ -77,6 +90,10 @@ def _usable(
             duplicates.append(f"{first_row} and {row}")
             prompt = Problem("duplicate", f"the same prompt and answer as row {first_row}")
         bad_rows.append(BadRow(split=split, row=row, problem=prompt.problem, detail=prompt.detail))
+        if prompt.problem == "unreadable_gold":
+            unreadable.append(bad_rows[-1])
+    if unreadable and verifier.bad_golds == "error":
+        raise DataError(f'data.{split}: verifier.bad_golds = "error", and {"; ".join(describe_bad_rows(unreadable))}')
     if contradictions:
         raise DataError(f"data.{split}: the same prompt has different answers in {_pairs(contradictions)}")
     if duplicates and data.duplicates == "error":
@@ -89,20 +106,21 @@ def _pairs(pairs: Sequence[str]) -> str:
 
 
 def _prompt(
-    data: DataSection, encoder: PromptEncoder, name: str, raw_prompt: object, raw_answer: object
+    data: DataSection, verifier: VerifierSection, encoder: PromptEncoder, name: str, row: RawRow
 ) -> Prompt | Problem:
-    messages = read_messages(raw_prompt, chat=data.format == "chat")
+    messages = read_messages(row.prompt, chat=data.format == "chat")
     if isinstance(messages, Problem):
         return messages
-    answer = read_answer(raw_answer)
-    if isinstance(answer, Problem):
-        return answer
+    gold = read_gold(row, verifier)
+    if isinstance(gold, Problem):
+        return gold
     ids = encoder.encode(messages)
     if isinstance(ids, Problem):
         return ids
     if len(ids) > data.max_prompt_tokens:
         return Problem("too_long", f"{len(ids)} tokens, data.max_prompt_tokens = {data.max_prompt_tokens}")
-    return Prompt(id=name, text=shown_text(messages), tokens=np.array(ids, dtype="<i4").tobytes(), answer=answer)
+    tokens = np.array(ids, dtype="<i4").tobytes()
+    return Prompt(id=name, text=shown_text(messages), tokens=tokens, answer=gold.answer, verifier=gold.verifier)
 
 
 def _none_usable(name: str, data: DataSection, own_heldout: bool, bad_rows: Sequence[BadRow]) -> str:
@@ -126,7 +144,8 @@ def main(arguments: Sequence[str]) -> int:
         config = _read_config(Path(config_path))
         tokenizer = load_tokenizer(config.model.path)
         end_tokens = end_token_ids(tokenizer, config.model.path)
-        save_prompt_set(prepare_prompts(config.data, tokenizer, end_tokens=end_tokens), Path(out))
+        prompt_set = prepare_prompts(config.data, tokenizer, end_tokens=end_tokens, verifier=config.verifier)
+        save_prompt_set(prompt_set, Path(out))
     except GvmStreamError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_status

@@ -15,6 +15,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tokens: bytes
     """Token ids the engine gets, int32 [P]: template and BOS applied, exactly once."""
     answer: str
+    verifier: str = ""
+    """Verifier that the row names; empty: the configured one."""
 
 
 class BadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +24,7 @@ class BadRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     """Counted from 1."""
     problem: str
-    """missing_answer, empty_prompt, too_long, duplicate, heldout_in_train, not_text ..."""
+    """missing_answer, unreadable_gold, unknown_verifier, empty_prompt, too_long, duplicate, heldout_in_train ..."""
     detail: str
 
 

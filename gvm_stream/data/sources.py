@@ -1,13 +1,13 @@
-"""Where prompts come from. Every source yields (prompt, answer) as its rows hold them, once, in order."""
+"""Where prompts come from. Every source yields what its rows hold, once, in order, unchecked."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gvm_stream.config import DataSection, ReasoningGymSection
 from gvm_stream.errors import ConfigError, DataError
@@ -15,14 +15,24 @@ from gvm_stream.errors import ConfigError, DataError
 Split = Literal["train", "heldout"]
 Row = Mapping[str, object]
 
+
+class RawRow(NamedTuple):
+    prompt: object
+    answer: object
+    verifier: object = None
+
+
 ROWS_TO_FIND_COLUMNS = 100
 """JSON rows may lack a column; one that none of the first rows has is a wrong name."""
 
 
-def read_rows(data: DataSection, split: Split) -> Iterator[tuple[object, object]]:
-    """(prompt, answer) of each row of a split, unchecked. What cannot be read at all is a DataError."""
+def read_rows(data: DataSection, split: Split, *, entries: bool = False) -> Iterator[RawRow]:
+    """The rows of a split. What cannot be read at all is a DataError.
+
+    `entries`: the answer of a reasoning-gym item is the whole item as JSON, for the verifier of that name.
+    """
     if data.source == "reasoning_gym":
-        yield from _reasoning_gym_rows(data.reasoning_gym, split)
+        yield from _reasoning_gym_rows(data.reasoning_gym, split, entries=entries)
         return
     path = data.train if split == "train" else data.heldout
     name = data.train_split if split == "train" else data.heldout_split
@@ -32,20 +42,22 @@ def read_rows(data: DataSection, split: Split) -> Iterator[tuple[object, object]
         columns.update(dict.fromkeys(row))
         if count == ROWS_TO_FIND_COLUMNS:
             _require_columns(data, columns, where)
-        yield row.get(data.prompt_column), row.get(data.answer_column)
+        verifier = row.get(data.verifier_column) if data.verifier_column else None
+        yield RawRow(row.get(data.prompt_column), row.get(data.answer_column), verifier)
     if columns:
         _require_columns(data, columns, where)
 
 
-def nearest(name: str, names: Mapping[str, object]) -> str:
+def nearest(name: str, names: Collection[str]) -> str:
     """`; did you mean ...?` with the names most like this one, or nothing."""
     close = get_close_matches(name, names, n=3)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _require_columns(data: DataSection, columns: Mapping[str, object], where: str) -> None:
-    for key, column in (("prompt_column", data.prompt_column), ("answer_column", data.answer_column)):
-        if column not in columns:
+    named = {key: getattr(data, key) for key in ("prompt_column", "answer_column", "verifier_column")}
+    for key, column in named.items():
+        if column and column not in columns:
             raise DataError(
                 f"{where} has no column {column!r}, which data.{key} names; its columns are "
                 f"{', '.join(columns)}{nearest(column, columns)}"
@@ -95,7 +107,7 @@ def _json_objects(lines: Iterator[Mapping[str, str]], where: str) -> Iterator[Ro
         yield row
 
 
-def _reasoning_gym_rows(section: ReasoningGymSection, split: Split) -> Iterator[tuple[object, object]]:
+def _reasoning_gym_rows(section: ReasoningGymSection, split: Split, *, entries: bool) -> Iterator[RawRow]:
     """Item i of a task is made with seed + i, so the held-out items use the seeds after the training ones."""
     try:
         import reasoning_gym
@@ -116,4 +128,16 @@ def _reasoning_gym_rows(section: ReasoningGymSection, split: Split) -> Iterator[
         raise DataError(f"{where} does not take data.reasoning_gym.options = {section.options}: {error}") from error
     for index in range(size):
         item = items[index]
-        yield item["question"], item["answer"]
+        yield RawRow(item["question"], _entry_json(section, item) if entries else item["answer"])
+
+
+def _entry_json(section: ReasoningGymSection, item: Mapping[str, object]) -> str:
+    """What the verifier `reasoning_gym` reads."""
+    gold = {"task": section.task, "options": section.options, "entry": item}
+    try:
+        return json.dumps(gold, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"data.reasoning_gym.task = {section.task!r} makes items that are no JSON ({error}), so the verifier "
+            "reasoning_gym cannot be used for it"
+        ) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
+from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.config import Config
 from gvm_stream.errors import ModelError, WeightsError
@@ -85,7 +86,7 @@ class Session:
         self._version = -1
         self._leaving = ""
         """Why work in hand is given back; empty while the producer stays."""
-        self._counted_tokens = 0
+        self._counted_tokens = self._counted_killed = 0
         link.heartbeat = self._heartbeat
 
     async def run(self, leave: trio.Event) -> str:
@@ -271,8 +272,10 @@ class Session:
         self._metrics.observe("gvm_rollout_seconds", seconds)
         tokens = len(completion.tokens)
         if not isinstance(verdict, VerdictScored):
+            self._metrics.count("gvm_verdicts", label="unscorable")
             outcome = Unscorable(reason=verdict.reason, tokens=tokens, seconds=seconds)
             return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
+        self._metrics.count("gvm_verdicts", label="right" if verdict.reward >= SUCCESS_REWARD else "wrong")
         return m.Rollout(
             work=order.work,
             attempt=order.attempt,
@@ -305,6 +308,9 @@ class Session:
         self._metrics.count("gvm_engine_tokens", generated - self._counted_tokens)
         self._counted_tokens = generated
         self._metrics.set("gvm_engine_running", len(self._orders))
+        self._metrics.set("gvm_verifier_waiting", self._pool.stats.waiting)
+        self._metrics.count("gvm_verifier_killed", self._pool.stats.killed - self._counted_killed)
+        self._counted_killed = self._pool.stats.killed
         waiting = ""
         if self._version < 0:
             waiting = "weights" if self._wanted else "the learner's first weights"

@@ -1,107 +1,118 @@
-"""The rules: gold answer and response to a verdict.
+"""From a gold answer and a response to a verdict: which verifiers judge, and what they say together.
 
-The answer is what follows the last `answer_marker` of a response, without surrounding blanks; with no marker
-configured it is the whole response. A response without the marker, or cut off at the length cap, is wrong whatever it
-holds: a model that does not come to an answer has not given one. A gold answer that cannot be read is Unscorable.
+A response that gives no answer is wrong. A gold answer that cannot be read, and a verifier that fails, are Unscorable:
+they say nothing about the response.
 """
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
+from collections.abc import Callable, Mapping
 
-from gvm_stream.config import VerifierSection
+import msgspec
+
+from gvm_stream.config import OverlongSection, VerifierSection
+from gvm_stream.config_verifier import VerifierKind, verifier_problem
+from gvm_stream.verify.answers import NO_MARKER, UnreadableGold, answer_text, exact, regex, response_format, unreadable
+from gvm_stream.verify.choice import choice
+from gvm_stream.verify.code import verify_code
+from gvm_stream.verify.external import http_service, python
+from gvm_stream.verify.golds import says_nothing
+from gvm_stream.verify.gym import reasoning_gym
+from gvm_stream.verify.json_answer import json_answer
+from gvm_stream.verify.math import verify_math
+from gvm_stream.verify.numeric import gsm8k, numeric
 from gvm_stream.verify.verdict import Verdict, VerdictScored, VerdictUnscorable, VerifyItem
 
-UNREADABLE_GOLD = VerdictUnscorable("unreadable gold")
-
-_NUMBER = re.compile(
-    r"""(?P<sign>[-+]?)
-        (?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)   # thousands separators all or not at all
-        (?:\.(?P<decimals>[0-9]*))?
-        (?:[eE](?P<exponent>[-+]?[0-9]{1,3}))?""",
-    re.VERBOSE,
-)
-_LONGEST_NUMBER = 1000
-_MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+CUT_OFF = VerdictScored(0.0, rule="cut off at the length cap")
 
 
 def judge(settings: VerifierSection, item: VerifyItem) -> Verdict:
-    """Apply the configured rule. May run for ever or run out of memory (`math`): call it in a process to be killed."""
-    if item.truncated:
-        return VerdictScored(0.0)
-    extracted = extract(item.response, settings.answer_marker)
-    if extracted is None:
-        return VerdictScored(0.0)
-    try:
-        if settings.kind == "exact":
-            return exact(item.answer, extracted)
-        if settings.kind == "numeric":
-            return numeric(item.answer, extracted, settings.numeric.tolerance)
-        return math(item.answer, extracted, anchored=bool(settings.answer_marker))
-    except Exception as error:  # computer algebra fails in every way there is; none of them makes a response wrong
-        return VerdictUnscorable(f"verifier failed: {type(error).__name__}: {str(error)[:200]}")
+    """Judge by the verifier the item names, else by the weighted sum of `weights`, else by `kind`.
 
-
-def extract(response: str, marker: str) -> str | None:
-    """The answer in a response, or None if it has no marker."""
-    if not marker:
-        return response.strip()
-    _, found, answer = response.rpartition(marker)
-    return answer.strip() if found else None
-
-
-def exact(gold: str, extracted: str) -> Verdict:
-    """Equal texts."""
-    return VerdictScored(float(extracted == gold.strip()), extracted)
-
-
-def numeric(gold: str, extracted: str, tolerance: float) -> Verdict:
-    """Numbers with |answer - gold| <= tolerance * |gold|, computed exactly."""
-    right, got = parse_number(gold), parse_number(extracted)
-    if right is None:
-        return UNREADABLE_GOLD
-    equal = got is not None and abs(got - right) <= Fraction(tolerance) * abs(right)
-    return VerdictScored(float(equal), extracted)
-
-
-def parse_number(text: str) -> Fraction | None:
-    """An integer, a decimal (thousands separators, exponent) or a fraction of two of them; anything else is None."""
-    text = text.strip().replace("\N{MINUS SIGN}", "-")
-    if len(text) > _LONGEST_NUMBER:
-        return None
-    above, slash, below = text.partition("/")
-    numerator, denominator = _parse_decimal(above), _parse_decimal(below) if slash else Fraction(1)
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _parse_decimal(text: str) -> Fraction | None:
-    match = _NUMBER.fullmatch(text.strip())
-    if match is None or not (match["whole"] or match["decimals"]):
-        return None
-    decimals = match["decimals"] or ""
-    digits = int(match["sign"] + match["whole"].replace(",", "") + decimals)
-    return digits * Fraction(10) ** (int(match["exponent"] or 0) - len(decimals))
-
-
-def math(gold: str, extracted: str, *, anchored: bool) -> Verdict:
-    """Equal by math-verify. `anchored`: the extracted text is an answer, not a response with one somewhere in it.
-
-    The library's own time limits are off: they need signals and the main thread. Its exceptions are the caller's.
+    May run for ever or run out of memory: call it in a process that can be killed.
     """
-    from math_verify import parse, verify
-
-    def read(text: str) -> list[object]:
-        return list(parse(text, parsing_timeout=None, raise_on_error=True))
-
-    right = read(_as_formula(gold))
-    if not any(not isinstance(expression, str) for expression in right):  # a text is what it could not parse
-        return UNREADABLE_GOLD
-    got = read(_as_formula(extracted) if anchored else extracted)
-    equal = verify(right, got, timeout_seconds=None, raise_on_error=True)
-    return VerdictScored(float(equal), str(got[-1]) if got else "")
+    if item.truncated and settings.overlong.mode == "wrong":
+        return CUT_OFF
+    if item.kind or not settings.weights:
+        verdict = judge_by(item.kind or settings.kind, settings, item)
+    else:
+        verdict = _weighted_sum(settings.weights, settings, item)
+    if settings.overlong.mode == "penalty" and isinstance(verdict, VerdictScored):
+        return _penalised(verdict, overlong_penalty(settings.overlong, item))
+    return verdict
 
 
-def _as_formula(text: str) -> str:
-    """A bare answer in the delimiters that the library looks for."""
-    return text if any(delimiter in text for delimiter in _MATH_DELIMITERS) else f"${text}$"
+def judge_by(kind: str, settings: VerifierSection, item: VerifyItem) -> Verdict:
+    """The verdict of one verifier."""
+    verify = VERIFIERS.get(kind)
+    if verify is None:
+        return VerdictUnscorable(f"there is no verifier {kind!r}")
+    if problem := verifier_problem(settings, (kind,)):
+        return VerdictUnscorable(problem)
+    if problem := says_nothing(kind, item.answer):
+        return unreadable(problem)
+    try:
+        return verify(settings, item)
+    except UnreadableGold as error:
+        return unreadable(error)
+    except Exception as error:  # computer algebra and users' code fail in every way; none makes a response wrong
+        return VerdictUnscorable(f"verifier {kind} failed: {type(error).__name__}: {str(error)[:200]}")
+
+
+def _weighted_sum(weights: Mapping[VerifierKind, float], settings: VerifierSection, item: VerifyItem) -> Verdict:
+    """Without all of its parts a sum is none: one Unscorable makes the whole Unscorable."""
+    parts: list[tuple[str, float, VerdictScored]] = []
+    for kind, weight in weights.items():
+        verdict = judge_by(kind, settings, item)
+        if isinstance(verdict, VerdictUnscorable):
+            return VerdictUnscorable(f"{kind}: {verdict.reason}")
+        parts.append((kind, weight, verdict))
+    return VerdictScored(
+        sum(weight * part.reward for _, weight, part in parts),
+        next((part.extracted for _, _, part in parts if part.extracted), ""),
+        next((part.expected for _, _, part in parts if part.expected), ""),
+        "; ".join(f"{kind} {weight:g} x {part.reward:g} ({part.rule})" for kind, weight, part in parts),
+    )
+
+
+def overlong_penalty(overlong: OverlongSection, item: VerifyItem) -> float:
+    """0 up to max_tokens - buffer_tokens, then linear to `penalty` at the cap: the soft overlong punishment of DAPO,
+    arXiv 2503.14476, equation 13."""
+    if item.truncated:
+        return overlong.penalty
+    if not item.max_tokens:
+        return 0.0
+    over = item.tokens - (item.max_tokens - overlong.buffer_tokens)
+    return overlong.penalty * min(max(over / overlong.buffer_tokens, 0.0), 1.0)
+
+
+def _penalised(verdict: VerdictScored, penalty: float) -> VerdictScored:
+    if not penalty:
+        return verdict
+    rule = f"{verdict.rule}; overlong: - {penalty:g}"
+    return msgspec.structs.replace(verdict, reward=verdict.reward - penalty, rule=rule)
+
+
+def _math(settings: VerifierSection, item: VerifyItem) -> Verdict:
+    return verify_math(item.answer, item.response, settings.math, settings.answer_marker)
+
+
+def _code(settings: VerifierSection, item: VerifyItem) -> Verdict:
+    program = answer_text(item.response, settings.answer_marker)
+    return NO_MARKER if program is None else verify_code(item.answer, program, settings.code)
+
+
+VERIFIERS: Mapping[str, Callable[[VerifierSection, VerifyItem], Verdict]] = {
+    "exact": exact,
+    "numeric": numeric,
+    "math": _math,
+    "gsm8k": gsm8k,
+    "choice": choice,
+    "regex": regex,
+    "json": json_answer,
+    "code": _code,
+    "reasoning_gym": reasoning_gym,
+    "python": python,
+    "http": http_service,
+    "format": response_format,
+}

@@ -26,7 +26,7 @@ class VerifyItem(msgspec.Struct, frozen=True, kw_only=True):
 
 class VerdictScored(msgspec.Struct, frozen=True, tag="scored"):
     reward: float
-    """1 right, 0 wrong."""
+    """1 right, 0 wrong; between and beyond with weights and penalties. At least 0.5 counts as a success."""
     extracted: str = ""
     """What was taken for the answer; empty if nothing was."""
     expected: str = ""
