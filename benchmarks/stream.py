@@ -13,6 +13,7 @@ every process over the same time say where the time goes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -84,8 +85,12 @@ def cpu_seconds(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that any thread of `pid` has started."""
-    return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    """Processes that any thread of `pid` has started, and those that they have."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found += map(int, task.read_text().split())
+    return [*found, *(pid for child in found for pid in children(child))]
 
 
 def cpu_by_part(running: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]:

@@ -253,6 +253,11 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f'data.train must name the training prompts when data.source = "{self.data.source}"')
         if problem := verifier_problem(self.verifier, used_kinds(self.verifier)):
             raise ValueError(problem)
+        if "code" in used_kinds(self.verifier) and self.verifier.code.wall_s >= self.verifier.timeout_s:
+            raise ValueError(
+                f"verifier.code.wall_s = {self.verifier.code.wall_s:g} must be below verifier.timeout_s = "
+                f"{self.verifier.timeout_s:g}: a slow program would be Unscorable, not wrong"
+            )
         overlong = self.verifier.overlong
         if overlong.mode == "penalty" and overlong.buffer_tokens > self.sampling.max_tokens:
             raise ValueError(

@@ -264,3 +264,10 @@ def test_importing_the_configuration_and_the_command_line_stays_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "transformers", "datasets", "numpy", "zmq", "trio", "rich", "prometheus_client", "matplotlib"}
     assert not heavy & set(done.stdout.split())
+
+
+def test_a_program_under_test_must_have_less_time_than_its_verdict() -> None:
+    code = minimal(verifier={"kind": "code", "timeout_s": 8.0})
+    with pytest.raises(ConfigError, match=r"verifier\.code\.wall_s = 8 must be below verifier\.timeout_s = 8"):
+        parse_config(code, "run.toml")
+    parse_config(minimal(verifier={"kind": "math", "timeout_s": 8.0}), "run.toml")

@@ -1,6 +1,6 @@
 """A producer's work between allocator and engine: orders in, verified rollouts out, weights followed.
 
-Five loops in one nursery, joined by channels: `read_allocator` -> engine; `read_engine` -> `verify_rollouts` ->
+Loops in one nursery: `read_allocator` -> engine; `read_engine` -> `verify` for those that ended together ->
 `send_rollouts`; `follow_weights`. Every order ends as exactly one `Rollout` message, also at shutdown.
 """
 
@@ -29,10 +29,10 @@ from gvm_stream.wire.link import Link
 
 log = logging.getLogger(__name__)
 
-VERIFY_BATCH = 64
-"""Completions handed to the verifier pool in one go."""
 SEND_BATCH = 64
-"""Rollouts in one message."""
+"""Most rollouts in one message."""
+SEND_HOLD_S = 0.01
+"""How long a rollout waits for others to share its message: verdicts come one by one, messages cost both ends."""
 PREFETCH_SHARE = 0.125
 """Orders asked for beyond the engine's slots, as a share of them: a slot that gets free is filled at once, not after a
 verdict and a round trip."""
@@ -72,7 +72,6 @@ class Session:
         self._config, self._link, self._engine, self._events = config, link, engine, events
         self._pool, self._weights, self._decode, self._metrics = pool, weights, decode, metrics
         # Unbounded, but never more than the orders in hand, which credits bound.
-        self._to_verify, self._finished = trio.open_memory_channel[Finished](math.inf)
         self._to_send, self._rollouts = trio.open_memory_channel[m.Rollout](math.inf)
         self._orders: dict[int, Order] = {}
         """In the engine, by work."""
@@ -93,11 +92,9 @@ class Session:
         """Work until the allocator stops the run or `leave` is set; the reason comes back. All work has been returned
         and said goodbye for by then, unless an error ends it."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._read_engine)
+            nursery.start_soon(self._read_engine, nursery)
             nursery.start_soon(self._follow_weights)
             nursery.start_soon(self._send_rollouts)
-            for _ in range(self._config.verifier.workers):
-                nursery.start_soon(self._verify_rollouts)
             nursery.start_soon(self._leave_when_told, leave, nursery.cancel_scope)
             nursery.start_soon(self._stop_with_the_run, nursery.cancel_scope)
         return self._leaving
@@ -121,39 +118,36 @@ class Session:
                 case _:
                     log.warning("the allocator sent %s, which is not for a producer", type(message).__name__)
 
-    async def _read_engine(self) -> None:
+    async def _read_engine(self, verdicts: trio.Nursery) -> None:
         async for event in self._events:
             match event:
                 case Completed(completions):
-                    for completion in completions:
-                        self._to_verify.send_nowait((self._orders.pop(completion.id), completion))
+                    verdicts.start_soon(self._verify, [(self._orders.pop(c.id), c) for c in completions])
                 case WeightsLoaded() | WeightsFailed():
                     await self._updates.send(event)
                 case EngineDied(error):
                     await self._engine_died(error)
 
-    async def _verify_rollouts(self) -> None:
-        async for first in self._finished:
-            batch = [first]
-            while len(batch) < VERIFY_BATCH:
-                try:
-                    batch.append(self._finished.receive_nowait())
-                except trio.WouldBlock:
-                    break
-            judged = [pair for pair in batch if pair[1].finish in ("stop", "length")]
-            started = trio.current_time()
-            verdicts = iter(await self._pool.verify([self._item(*pair) for pair in judged]))
-            for order, completion in batch:
-                if completion.finish in ("stop", "length"):
-                    self._metrics.observe("gvm_verify_seconds", trio.current_time() - started)
-                    rollout = self._judged(order, completion, next(verdicts))
-                else:
-                    rollout = self._ended(order, completion)
-                self._to_send.send_nowait(rollout)
+    async def _verify(self, finished: list[Finished]) -> None:
+        """Report what ended together, each as soon as its verdict is known: one may take long."""
+        judged = []
+        for order, completion in finished:
+            if completion.finish in ("stop", "length"):
+                judged.append((order, completion))
+            else:
+                self._to_send.send_nowait(self._ended(order, completion))
+        started = trio.current_time()
+
+        def report(index: int, verdict: Verdict) -> None:
+            self._metrics.observe("gvm_verify_seconds", trio.current_time() - started)
+            self._to_send.send_nowait(self._judged(*judged[index], verdict))
+
+        await self._pool.verify([self._item(*pair) for pair in judged], report)
 
     async def _send_rollouts(self) -> None:
         async for first in self._rollouts:
             batch = [first]
+            await trio.sleep(SEND_HOLD_S)
             while len(batch) < SEND_BATCH:
                 try:
                     batch.append(self._rollouts.receive_nowait())

@@ -24,6 +24,15 @@ def content_length(header: bytes) -> int:
     return int.from_bytes(header, "big")
 
 
+def split_frames(received: bytes) -> tuple[list[bytes], bytes]:
+    """The contents of the complete frames at the start of `received`, and what is left."""
+    contents = []
+    while len(received) >= HEADER and len(received) >= (end := HEADER + content_length(received[:HEADER])):
+        contents.append(received[HEADER:end])
+        received = received[end:]
+    return contents, received
+
+
 def read_frame(stream: Readable) -> bytes | None:
     """The content of the next frame of a blocking stream; None at its end."""
     header = _read(stream, HEADER)

@@ -160,9 +160,10 @@ class VerifierPool:
             await turn.worker.send([turn.call.items[index] for index in turn.indices])
             while turn.indices:
                 with anyio.fail_after(self._settings.timeout_s + GRACE_S):
-                    verdict = await self._next_verdict(turn)
+                    verdicts = await self._next_verdicts(turn)
                 now = anyio.current_time()
-                self._settle(turn.call, turn.indices, verdict, now - started)
+                for verdict in verdicts:
+                    self._settle(turn.call, turn.indices, verdict, (now - started) / len(verdicts))
                 started = now
         except LOST:
             self.stats.killed += 1
@@ -170,7 +171,7 @@ class VerifierPool:
             return False
         return not turn.slow
 
-    async def _next_verdict(self, turn: _Turn) -> Verdict:
+    async def _next_verdicts(self, turn: _Turn) -> list[Verdict]:
         while True:
             with anyio.move_on_after(max(PATIENCE_S, SLOW_FACTOR * self._mean_s)):
                 return await turn.worker.receive()

@@ -18,7 +18,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from gvm_stream.config import VerifierSection
 from gvm_stream.errors import StreamError
-from gvm_stream.verify.frames import HEADER, READY, content_length, frame
+from gvm_stream.verify.frames import READY, frame, split_frames
 from gvm_stream.verify.verdict import Verdict, VerifyItem
 
 START_S = 60.0
@@ -37,24 +37,24 @@ class Worker:
 
     def __init__(self, stream: anyio.abc.ByteStream) -> None:
         self._stream = stream
-        self._replies = BufferedByteReceiveStream(stream)
-        self._header = b""
+        self._received = b""
         self._pid, self._process = -1, -1
         self.judged = 0
         """Verdicts so far."""
 
     async def greet(self) -> None:
-        self._pid = msgspec.msgpack.decode(await self._read_frame(), type=int)
+        (pid,) = await self._frames()
+        self._pid = msgspec.msgpack.decode(pid, type=int)
         self._process = os.pidfd_open(self._pid)
 
     async def send(self, items: Sequence[VerifyItem]) -> None:
         await self._stream.send(frame(items))
 
-    async def receive(self) -> Verdict:
-        """The next verdict. May be cancelled and called again."""
-        verdict = _VERDICTS.decode(await self._read_frame())
-        self.judged += 1
-        return verdict
+    async def receive(self) -> list[Verdict]:
+        """The next verdicts, all that are there but at least one. May be cancelled and called again."""
+        verdicts = [_VERDICTS.decode(content) for content in await self._frames()]
+        self.judged += len(verdicts)
+        return verdicts
 
     def give_way(self) -> None:
         """Lower the priority for good. Not to the lowest: beside a busy learner that would be no time at all."""
@@ -74,12 +74,12 @@ class Worker:
             self._process = -1
         await anyio.aclose_forcefully(self._stream)
 
-    async def _read_frame(self) -> bytes:
-        if not self._header:
-            self._header = await self._replies.receive_exactly(HEADER)
-        content = await self._replies.receive_exactly(content_length(self._header))
-        self._header = b""
-        return content
+    async def _frames(self) -> list[bytes]:
+        """Waking up costs more than a frame: take every complete one."""
+        contents, self._received = split_frames(self._received)
+        while not contents:
+            contents, self._received = split_frames(self._received + await self._stream.receive())
+        return contents
 
 
 class Template:
