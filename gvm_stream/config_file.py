@@ -51,7 +51,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be understood: {error}") from error
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     config = parse_config(raw, str(path))
     return _resolve_paths(config, path.parent)
 
@@ -118,7 +118,8 @@ def _toml(value: Any) -> str:  # noqa: ANN401
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")  # legal in JSON, not in TOML
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set "section.key=value" in a parsed file. Raises ConfigError."""
     key, equals, text = override.partition("=")
     key = key.removeprefix("--")
     if not equals or "." not in key:

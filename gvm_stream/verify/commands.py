@@ -65,13 +65,13 @@ def _text(argument: str) -> str:
 
 def _config(file: Path | None, overrides: Sequence[str], standard: Sequence[str] = ()) -> Config:
     """The configuration in `file`, or `standard` values where no file sets them."""
-    from gvm_stream.config_file import _apply, load_config, parse_config
+    from gvm_stream.config_file import apply_override, load_config, parse_config
 
     if file is not None:
         return load_config(file, overrides)
     raw: dict[str, object] = {}
     for override in (*NO_RUN, *standard, *overrides):
-        _apply(raw, override)
+        apply_override(raw, override)
     return parse_config(raw, "the command line")
 
 

@@ -113,7 +113,7 @@ class VerifierPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._discard_idle()
-        await self._template.stop()
+        await self._template.close()
 
     async def verify(
         self, items: Sequence[VerifyItem], on_verdict: Callable[[int, Verdict], None] = _ignore

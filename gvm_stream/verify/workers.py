@@ -91,6 +91,7 @@ class Template:
         self._process: anyio.abc.Process | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._talking = anyio.Lock()
+        self._closed = False
 
     async def prepare(self, kinds: Set[str]) -> bool:
         """Have later workers ready for these kinds of verifiers; True if earlier ones are not."""
@@ -103,8 +104,10 @@ class Template:
         return bool(new)
 
     async def fork(self) -> Worker:
-        """A new worker, ready to judge."""
+        """A new worker, ready to judge. Raises ClosedResourceError after `close`."""
         async with self._talking:
+            if self._closed:
+                raise anyio.ClosedResourceError
             if self._process is not None:
                 try:
                     return await self._connect()
@@ -116,6 +119,11 @@ class Template:
             except LOST as error:
                 await self.stop()
                 raise StreamError(f"The verifier processes did not start within {START_S:g} s: {error!r}.") from error
+
+    async def close(self) -> None:
+        """Stop for good: calls that are still under way (Ctrl-C) must not start it again."""
+        self._closed = True
+        await self.stop()
 
     async def stop(self) -> None:
         """Kill and reap all workers and the template."""
