@@ -225,13 +225,6 @@ def test_a_run_none_of_whose_prompts_can_be_sampled_says_so_and_fails() -> None:
     assert len(stage.broker.work.allocator.quarantined) == 40
 
 
-def test_anybody_who_has_joined_can_ask_for_a_stop() -> None:
-    stage, learner, _ = ready(config())
-    Peer(stage, "o").say(m.StopRequest(reason="by hand"))
-    stage.deliver()
-    assert learner.last(m.Stop) == m.Stop(reason="by hand", final=False)
-
-
 def test_strangers_are_told_so_and_messages_of_the_wrong_role_are_counted() -> None:
     stage, learner, (producer,) = ready(config(), p=4)
     stage.deliver()

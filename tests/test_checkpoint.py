@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gvm_stream.errors import ModelError
-from gvm_stream.learner.checkpoint import complete_checkpoints, load_trainer_state, newest_checkpoint, save_checkpoint
+from gvm_stream.learner.checkpoint import complete_checkpoints, load_trainer_state, save_checkpoint
 from gvm_stream.learner.model import load_model
 
 STATE: dict[str, Any] = {"optimizer": {"state": {0: {"exp_avg": torch.tensor([0.1, 0.2])}}}, "trained_steps": 3}
@@ -62,14 +62,14 @@ def names(root: Path) -> list[str]:
 
 
 def step_of(root: Path) -> int | None:
-    found = newest_checkpoint(root)
+    found = next(iter(complete_checkpoints(root)), None)
     return found.step if found else None
 
 
 def test_a_checkpoint_gives_back_equal_bits(tmp_path: Path, tokenizer: str) -> None:
     model = make_model()
     path = save_checkpoint(tmp_path, 12, 9, model, tokenizer, STATE, keep=2)
-    found = newest_checkpoint(tmp_path)
+    found = next(iter(complete_checkpoints(tmp_path)), None)
     assert found is not None
     assert (found.path, found.step, found.version) == (path, 12, 9)
     assert names(tmp_path) == ["step-000012"]
@@ -82,8 +82,8 @@ def test_a_checkpoint_gives_back_equal_bits(tmp_path: Path, tokenizer: str) -> N
 
 
 def test_no_checkpoint_is_not_an_error(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "never") is None
-    assert newest_checkpoint(tmp_path) is None
+    assert complete_checkpoints(tmp_path / "never") == []
+    assert complete_checkpoints(tmp_path) == []
 
 
 def test_only_the_newest_are_kept(tmp_path: Path, tokenizer: str) -> None:

@@ -60,7 +60,7 @@ class Stage:
 
     async def join(self, weights: m.WeightsInfo | None) -> None:
         assert isinstance(await self.allocator.receive(), m.Hello)
-        self.allocator.say(m.Welcome(run="r", heartbeat_s=1, silence_s=10, next_step=0, weights=weights))
+        self.allocator.say(m.Welcome(run="r", next_step=0, weights=weights))
 
     async def asked(self, version: int) -> None:
         """Wait until the session has asked for work: enough of it to fill its slots."""

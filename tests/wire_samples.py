@@ -39,7 +39,6 @@ TO_ALLOCATOR: dict[str, m.ToAllocator] = {
     "goodbye": m.Goodbye(reason="interrupted", generated_tokens=99),
     "heartbeat": m.Heartbeat(waiting_for="work", running={11: 3, -1: 0}),
     "status_request": m.StatusRequest(),
-    "stop_request": m.StopRequest(reason="enough"),
     "ask": m.Ask(credits=256, version=3),
     "loaded": m.Loaded(version=4),
     "rollouts": m.Rollouts(
@@ -58,7 +57,7 @@ TO_ALLOCATOR: dict[str, m.ToAllocator] = {
     "checkpointed": m.Checkpointed(step=6, version=8, path="/c/step-6"),
 }
 TO_PEER: dict[str, m.ToPeer] = {
-    "welcome": m.Welcome(run="arithmetic", heartbeat_s=1.0, silence_s=15.0, next_step=6, weights=WEIGHTS),
+    "welcome": m.Welcome(run="arithmetic", next_step=6, weights=WEIGHTS),
     "refused": m.Refused(reason="another protocol"),
     "alive": m.Alive(),
     "work": m.Work(

@@ -83,8 +83,6 @@ class Broker:
                     self._progress_at = now
             case m.StatusRequest():
                 self._send(identity, self.status(now))
-            case m.StopRequest():
-                self.stop(message.reason, now)
             case m.Goodbye():
                 self._goodbye(peer, message, now)
             case m.Ask() | m.Loaded() | m.Rollouts() if peer.role == "producer":
@@ -142,11 +140,8 @@ class Broker:
         if hello.role != "observer":
             log.info("%s %s has joined", hello.role, hello.name)
             self._progress_at = now
-        stream = self.config.stream
         welcome = m.Welcome(
             run=self._run,
-            heartbeat_s=stream.heartbeat_s,
-            silence_s=stream.silence_s,
             next_step=self.work.allocator.settled_steps,
             weights=self.weights,
         )

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,14 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
 
     Damaged ones are passed over with a warning.
     """
-    return list(_complete(root))
-
-
-def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The first of `complete_checkpoints`, without reading the others; None if there is none."""
-    return next(_complete(root), None)
+    found = []
+    for step, path in reversed(_steps(root)):
+        if damage := _damage(path):
+            log.warning("checkpoint %s is passed over: %s", path, damage)
+        else:
+            state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
+            found.append(Checkpoint(path=path, step=step, version=state.version))
+    return found
 
 
 def load_trainer_state(checkpoint: Path) -> dict[str, Any]:
@@ -119,15 +120,6 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
     return sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
-
-
-def _complete(root: Path) -> Iterator[Checkpoint]:
-    for step, path in reversed(_steps(root)):
-        if damage := _damage(path):
-            log.warning("checkpoint %s is passed over: %s", path, damage)
-        else:
-            state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
-            yield Checkpoint(path=path, step=step, version=state.version)
 
 
 def _damage(path: Path) -> str:

@@ -56,10 +56,6 @@ class StatusRequest(Message, tag="status?", frozen=True, kw_only=True):
     pass
 
 
-class StopRequest(Message, tag="stop?", frozen=True, kw_only=True):
-    reason: str
-
-
 # --- producer -> allocator ---------------------------------------------------------------------------------------
 
 
@@ -173,8 +169,6 @@ class Checkpointed(Message, tag="checkpointed", frozen=True, kw_only=True):
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
     run: str
-    heartbeat_s: float
-    silence_s: float
     next_step: int
     """Training batch the allocator will hand out next: the learner starts from the checkpoint behind so many."""
     weights: WeightsInfo | None
@@ -306,7 +300,6 @@ ToAllocator = (
     | Goodbye
     | Heartbeat
     | StatusRequest
-    | StopRequest
     | Ask
     | Loaded
     | Rollouts
