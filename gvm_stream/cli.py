@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gvm_stream.errors import ConfigError, GvmStreamError
+from gvm_stream.simulate.commands import add_command as add_simulate_command
 from gvm_stream.verify.commands import add_commands as add_verify_commands
 
 OVERRIDES = "any key of the configuration can be overridden by --section.key=value, for example --run.steps=50"
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = verbs.add_parser("verify", help="check golds, explain a verdict, measure a verifier", epilog=OVERRIDES)
     add_verify_commands(verify)
+    add_simulate_command(verbs.add_parser("simulate", help="compare allocation policies in a made-up world"))
 
     config = verbs.add_parser("config", help="print the resolved configuration and what it implies", epilog=OVERRIDES)
     config.add_argument("file", nargs="?", type=Path, help="configuration, TOML")

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gvm_stream.config_allocation import AllocationSection as AllocationSection
+from gvm_stream.config_learner import Aggregate as Aggregate
+from gvm_stream.config_learner import LearnerSection as LearnerSection
 from gvm_stream.config_verifier import CodeSection as CodeSection
 from gvm_stream.config_verifier import HttpSection as HttpSection
 from gvm_stream.config_verifier import MathSection as MathSection
@@ -96,37 +99,6 @@ class SamplingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     max_tokens: Annotated[int, Meta(ge=1, description="Response length cap, in tokens.")] = 512
 
 
-class AllocationSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    policy: Annotated[
-        Literal["uniform", "neyman"],
-        Meta(
-            description="`uniform`: the same number of rollouts for every visit. `neyman`: by the posterior mean "
-            "of the reward variance over cost, learned from earlier visits."
-        ),
-    ] = "neyman"
-    prompts_per_step: Annotated[int, Meta(ge=1, description="Prompts (groups) in a training batch.")] = 32
-    rollouts_per_prompt: Annotated[
-        float, Meta(ge=1, description="Mean rollouts of a prompt; times prompts_per_step it is the budget of a step.")
-    ] = 8.0
-    min_rollouts: Annotated[int, Meta(ge=2, description="Least rollouts of a visit (leave-one-out needs 2).")] = 2
-    max_rollouts: Annotated[int, Meta(ge=2, description="Most rollouts of a visit.")] = 32
-    memory_versions: Annotated[
-        float, Meta(gt=0, description="Counts of earlier visits decay by 1/e over this many policy versions.")
-    ] = 128.0
-    prior: Annotated[
-        tuple[float, float], Meta(description="Beta prior (successes, failures) of a prompt's acceptance rate.")
-    ] = (0.5, 0.5)
-    max_lag: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Most training batches a rollout's oldest token may be behind when it is trained on; "
-            "0: sampling and training take turns.",
-        ),
-    ] = 1
-    max_attempts: Annotated[int, Meta(ge=1, description="Attempts at one rollout before it counts as failed.")] = 3
-
-
 class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: Annotated[
         str, Meta(description="Where the allocator listens and the others connect, tcp://HOST:PORT.")
@@ -163,45 +135,6 @@ class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "recompute"
 
 
-class LearnerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    advantage: Annotated[
-        Literal["raft", "grpo", "rloo"],
-        Meta(description="`raft`: 1 for accepted; `grpo`: centred, over std; `rloo`: minus the mean of the others."),
-    ] = "rloo"
-    loss: Annotated[
-        Literal["pg", "ppo_clip"],
-        Meta(
-            description="`pg`: policy gradient with truncated importance weights; `ppo_clip`: clipped ratio (RAFT++)."
-        ),
-    ] = "pg"
-    aggregate: Annotated[
-        Literal["seq_sum", "seq_mean", "token_mean"],
-        Meta(description="How token terms become one: per rollout the sum (unbiased) or mean, or over all tokens."),
-    ] = "seq_sum"
-    importance_cap: Annotated[
-        float, Meta(ge=0, description="`pg`: cap of the per-token importance weight; 0: no weights.")
-    ] = 2.0
-    clip_low: Annotated[float, Meta(gt=0, lt=1, description="`ppo_clip`: lower clip, ratio >= 1 - clip_low.")] = 0.2
-    clip_high: Annotated[float, Meta(gt=0, description="`ppo_clip`: upper clip, ratio <= 1 + clip_high.")] = 0.28
-    lr: Annotated[float, Meta(gt=0, description="Learning rate of AdamW.")] = 1e-6
-    betas: Annotated[tuple[float, float], Meta(description="AdamW betas.")] = (0.9, 0.95)
-    weight_decay: Annotated[float, Meta(ge=0, description="AdamW weight decay.")] = 0.0
-    warmup_steps: Annotated[int, Meta(ge=0, description="Optimiser steps of linear warm-up.")] = 0
-    max_grad_norm: Annotated[float, Meta(gt=0, description="Gradient norm clip; the norm is reported unclipped.")] = 1.0
-    micro_batch_tokens: Annotated[
-        int, Meta(ge=1, description="Most tokens, padding included, in one forward and backward pass.")
-    ] = 8192
-    device: Annotated[str, Meta(description="torch device of the learner.")] = "cpu"
-    threads: Annotated[int, Meta(ge=1, description="torch threads of the learner on a CPU.")] = 1
-    checkpoint_every: Annotated[int, Meta(ge=1, description="Batches between checkpoints; one is made at the end.")] = (
-        50
-    )
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
-    max_skipped: Annotated[
-        int, Meta(ge=1, description="Batches in a row without a usable gradient before training stops with the reason.")
-    ] = 20
-
-
 class EvalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompts: Annotated[int, Meta(ge=1, description="Held-out prompts used (the first ones).")] = 300
     samples: Annotated[int, Meta(ge=1, description="Samples of each before and after training.")] = 4
@@ -231,16 +164,8 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: MetricsSection = MetricsSection()
 
     def __post_init__(self) -> None:
-        a = self.allocation
-        if not a.min_rollouts <= a.rollouts_per_prompt <= a.max_rollouts:
-            raise ValueError(
-                f"allocation.rollouts_per_prompt = {a.rollouts_per_prompt:g} must lie between "
-                f"allocation.min_rollouts = {a.min_rollouts} and allocation.max_rollouts = {a.max_rollouts}"
-            )
-        if min(a.prior) <= 0:
-            raise ValueError(f"allocation.prior = {list(a.prior)} must hold two numbers above 0")
-        if not all(0 <= beta < 1 for beta in self.learner.betas):
-            raise ValueError(f"learner.betas = {list(self.learner.betas)} must hold two numbers from 0 to below 1")
+        self._check_allocation()
+        self._check_learner()
         if self.stream.silence_s < 3 * self.stream.heartbeat_s:
             raise ValueError(
                 f"stream.silence_s = {self.stream.silence_s:g} must be at least three times stream.heartbeat_s = "
@@ -263,6 +188,46 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"verifier.overlong.buffer_tokens = {overlong.buffer_tokens} must not be above sampling.max_tokens = "
                 f"{self.sampling.max_tokens}"
+            )
+
+    def _check_learner(self) -> None:
+        learner = self.learner
+        if not all(0 <= beta < 1 for beta in learner.betas):
+            raise ValueError(f"learner.betas = {list(learner.betas)} must hold two numbers from 0 to below 1")
+        from gvm_stream.learner.advantages import ADVANTAGES  # numpy, only where a configuration is made
+        from gvm_stream.learner.losses import LOSSES
+
+        # Classes of the user are imported by the learner alone.
+        if ":" not in learner.advantage:
+            ADVANTAGES.make(learner.advantage, learner.advantage_options)
+        if ":" not in learner.loss:
+            LOSSES.make(learner.loss, learner.loss_options)
+
+    def _check_allocation(self) -> None:
+        a, advantage = self.allocation, self.learner.advantage
+        if not a.min_rollouts <= a.rollouts_per_prompt <= a.max_rollouts:
+            raise ValueError(
+                f"allocation.rollouts_per_prompt = {a.rollouts_per_prompt:g} must lie between "
+                f"allocation.min_rollouts = {a.min_rollouts} and allocation.max_rollouts = {a.max_rollouts}"
+            )
+        if min(a.prior) <= 0:
+            raise ValueError(f"allocation.prior = {list(a.prior)} must hold two numbers above 0")
+        from gvm_stream.allocator.from_config import allocator_settings  # numpy, only where a configuration is made
+
+        try:
+            settings = allocator_settings(a, max_tokens=self.sampling.max_tokens, steps=self.run.steps)
+        except ValueError as error:
+            raise ValueError(f"[allocation]: {error}") from error
+        if (advantage == "raft") != (a.coefficient == "raft") and advantage != "allocated":
+            raise ValueError(
+                f'learner.advantage = "{advantage}" does not go with allocation.coefficient = "{a.coefficient}": the '
+                "numbers of rollouts are planned for the estimator in use"
+            )
+        design = settings.design or settings.make_policy().designs[0]
+        if (design != "planned" or a.keep) and advantage != "allocated":
+            raise ValueError(
+                f'learner.advantage = "{advantage}" must be "allocated" when allocation.policy = "{a.policy}" stops '
+                "adaptively, or with allocation.keep: only the allocator knows the coefficients"
             )
 
 

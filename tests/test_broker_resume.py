@@ -89,9 +89,9 @@ def test_a_resumed_run_without_a_state_begins_at_the_beginning() -> None:
 
 def test_a_state_that_does_not_fit_refuses_the_learner() -> None:
     _, state = saved(1)
-    state["allocator"]["estimates"]["visits"].append(0)
+    state["allocator"]["roster"]["ids"].append("train-41")
     _, learner, _ = resumed(state, 1)
-    assert "the saved state does not fit this run: the state holds 41 prompts" in learner.last(m.Refused).reason
+    assert "the saved state does not fit this run: it holds 41 prompts" in learner.last(m.Refused).reason
 
 
 def test_a_state_that_cannot_be_loaded_refuses_the_learner() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gvm_stream.allocator import Cancelled, Failed, Fate, Unscorable
 from gvm_stream.allocator.dispatcher import ORDER_CHUNK, Dispatcher
 from gvm_stream.allocator.peers import Peer
-from gvm_stream.config import Config, VerifierSection
+from gvm_stream.config import AllocationSection, Config, LearnerSection, VerifierSection
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
 from tests.scripted_peers import config, done, prompt_set, rollout_of
@@ -95,6 +95,43 @@ def test_settling_a_batch_forgets_its_payload() -> None:
     d.settle(done(batch, 1))
     assert (d._payload, d.rollouts_trained) == ({}, 6)
     assert d.allocator.account.tokens == Counter({Fate.TRAINED: 15, Fate.ZERO_SIGNAL: 3, Fate.PENDING: 0})
+
+
+def test_rollouts_whose_visit_is_over_are_to_be_cancelled_and_their_results_are_not_kept() -> None:
+    """Reinforce-Ada with a round launched ahead: the first round of both prompts is mixed, so the second is in vain."""
+    allocation = AllocationSection(
+        policy="reinforce_ada_balance",
+        options={"round_size": 4, "max_rounds": 4, "keep": 2},
+        rounds_ahead=1,
+        prompts_per_step=2,
+        rollouts_per_prompt=3,
+        max_lag=0,
+        shadow_uniform=0,
+    )
+    learner = LearnerSection(advantage="allocated")
+    d, peer = dispatcher(msgspec.structs.replace(config(), allocation=allocation, learner=learner)), producer()
+    first = orders(d, peer)
+    later = orders(d, peer)
+    groups: dict[str, list[m.WorkOrder]] = {}
+    for order in (*first, *later):
+        groups.setdefault(order.prompt, []).append(order)
+    for mine in groups.values():
+        for i, order in enumerate(mine[:4]):
+            d.receive(peer, rollout_of(order, reward=i % 2))
+    rest = [order for mine in groups.values() for order in mine[4:]]
+    assert len(rest) == 8
+    assert d.cancel == {(order.work, 0) for order in rest}
+    batch = d.batch(0)
+    assert batch is not None
+    assert [[r.coefficient for r in group.rollouts] for group in batch.groups] == [[-0.25, 0.25, 0, 0]] * 2
+    d.receive(peer, rollout_of(rest[0]))  # it crossed the cancellation
+    for order in rest[1:]:
+        d.receive(peer, m.Rollout(work=order.work, attempt=0, outcome=Cancelled(reason="over", tokens=1)))
+    assert len(d._payload) == 8
+    d.settle(done(batch, 1))
+    assert d._payload == {}
+    assert d.allocator.account.tokens[Fate.CANCELLED] == 3 + 7
+    assert d.conserved
 
 
 def changed(**changes: object) -> Callable[[m.Rollout], m.Rollout]:

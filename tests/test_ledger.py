@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -155,7 +156,7 @@ def test_fates_add_up_to_what_was_generated(moves: list[Move]) -> None:
         assert min((*account.tokens.values(), *account.rollouts.values()), default=0) >= 0
 
 
-def test_a_loaded_account_has_written_off_what_was_pending() -> None:
+def test_a_loaded_account_is_the_saved_one_until_what_is_pending_is_written_off() -> None:
     account = TokenAccount()
     account.add(Fate.PENDING, 10)
     account.add(Fate.PENDING, 5)
@@ -163,10 +164,33 @@ def test_a_loaded_account_has_written_off_what_was_pending() -> None:
     account.move(Fate.PENDING, Fate.TRAINED, 5)
     loaded = TokenAccount()
     loaded.load_state_dict(account.state_dict())
-    assert loaded.table() == {
-        **{fate.value: 0 for fate in Fate},
-        "trained": 5,
-        "cancelled": 11,
-        "generated": 16,
-    }
+    assert (loaded.table(), loaded.rollouts) == (account.table(), account.rollouts)
+    loaded.close()
+    assert loaded.table() == {**account.table(), "pending": 0, "cancelled": 11}
     assert loaded.rollouts == {Fate.TRAINED: 1, Fate.CANCELLED: 2}
+
+
+def test_a_loaded_ledger_goes_on_where_the_saved_one_was() -> None:
+    ledger = Ledger()
+    first, second, third = (issue(ledger) for _ in range(3))
+    ledger.settle(first.work, 0, Expired(reason="silent", tokens=7))
+    ledger.settle(second.work, 0, Cancelled(reason="stop", tokens=2))
+    ledger.settle(99, 0, Failed(reason="whose?"))
+    loaded = Ledger()
+    loaded.load_state_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(ledger.state_dict())))
+    assert loaded.state_dict() == ledger.state_dict()
+    assert loaded.conserved()
+    assert loaded.running() == [third]
+    assert (loaded.attempt_of(third.work), loaded.attempt_of(first.work)) == (0, None)
+    assert loaded.settle(first.work, 0, Failed(reason="late", tokens=9)) == (Reception.DUPLICATE, None, 2)
+    assert issue(loaded).work == 4
+
+
+def test_only_so_many_expired_attempts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gvm_stream.allocator.ledger.MOST_EXPIRED", 2)
+    ledger = Ledger()
+    items = [issue(ledger) for _ in range(3)]
+    for item in items:
+        ledger.settle(item.work, 0, Expired(reason="silent", tokens=5))
+    late = [ledger.settle(item.work, 0, Cancelled(reason="late", tokens=8)).tokens for item in items]
+    assert late == [0, 3, 3]

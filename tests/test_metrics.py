@@ -49,7 +49,7 @@ def test_names_are_unique_and_say_whose_they_are() -> None:
 
 def test_labels_come_from_closed_sets() -> None:
     assert all(bool(spec.label) == bool(spec.values) for spec in TABLE)
-    assert {spec.label for spec in TABLE if spec.label} == {"outcome", "fate", "result", "verdict"}
+    assert {spec.label for spec in TABLE if spec.label} == {"outcome", "fate", "result", "verdict", "bound"}
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -26,7 +26,7 @@ TOKENS, LOGPROBS = b"\x01\0\0\0\x02\0\0\0", b"\0\0\x80\xbf\0\0\0\xbf"  # 1, 2 an
 ROLLOUT = m.Rollout(
     work=11,
     attempt=1,
-    outcome=Scored(reward=1.0, tokens=2, seconds=0.5, oldest_version=6, truncated=False),
+    outcome=Scored(reward=1.0, tokens=2, seconds=0.5, oldest_version=6, newest_version=7, energy=0.5),
     tokens=TOKENS,
     logprobs=LOGPROBS,
     spans=((6, 0, 1), (7, 1, 2)),
@@ -34,7 +34,7 @@ ROLLOUT = m.Rollout(
 
 TO_ALLOCATOR: dict[str, m.ToAllocator] = {
     "hello": m.Hello(
-        protocol=1, role="learner", name="a", epoch=2**60, agreed={"model.path": "m"}, checkpoints=(0, 50)
+        protocol=2, role="learner", name="a", epoch=2**60, agreed={"model.path": "m"}, checkpoints=(0, 50)
     ),
     "goodbye": m.Goodbye(reason="interrupted", generated_tokens=99),
     "heartbeat": m.Heartbeat(waiting_for="work", running={11: 3, -1: 0}),
@@ -73,9 +73,17 @@ TO_PEER: dict[str, m.ToPeer] = {
                 prompt="train-3",
                 prompt_tokens=TOKENS,
                 weight=0.5,
+                prior=(0.5, 2.0),
+                shadow=True,
                 rollouts=(
                     m.TrainRollout(
-                        work=11, reward=1.0, tokens=TOKENS, logprobs=LOGPROBS, spans=((6, 0, 2),), truncated=True
+                        work=11,
+                        reward=1.0,
+                        tokens=TOKENS,
+                        logprobs=LOGPROBS,
+                        spans=((6, 0, 2),),
+                        truncated=True,
+                        coefficient=0.25,
                     ),
                 ),
             ),

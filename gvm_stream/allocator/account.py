@@ -25,15 +25,16 @@ class TokenAccount:
         """More tokens of a rollout that is in the account already."""
         self.tokens[fate] += tokens
 
-    def move(self, source: Fate, target: Fate, tokens: int) -> None:
-        if not 0 <= tokens <= self.tokens[source] or self.rollouts[source] < 1:
+    def move(self, source: Fate, target: Fate, tokens: int, rollouts: int = 1) -> None:
+        """Change the fate of so many rollouts with `tokens` tokens in all."""
+        if not 0 <= tokens <= self.tokens[source] or not 1 <= rollouts <= self.rollouts[source]:
             raise ValueError(
-                f"cannot move a rollout of {tokens} tokens from {source}: it holds {self.rollouts[source]} rollouts "
-                f"with {self.tokens[source]} tokens"
+                f"cannot move {rollouts} rollouts of {tokens} tokens from {source}: it holds {self.rollouts[source]} "
+                f"rollouts with {self.tokens[source]} tokens"
             )
-        self.tokens[source] -= tokens
-        self.rollouts[source] -= 1
-        self.add(target, tokens)
+        for counter, amount in ((self.tokens, tokens), (self.rollouts, rollouts)):
+            counter[source] -= amount
+            counter[target] += amount
 
     @property
     def generated(self) -> int:
@@ -50,10 +51,8 @@ class TokenAccount:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
-        """Take up a saved account. What was pending then was lost with the processes that held it."""
         self.tokens = Counter({Fate(name): n for name, n in state["tokens"].items()})
         self.rollouts = Counter({Fate(name): n for name, n in state["rollouts"].items()})
-        self.close()
 
     def close(self) -> None:
         """No learner will ever take what is pending: it was made for nothing, as cancelled work is."""

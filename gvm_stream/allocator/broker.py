@@ -287,6 +287,7 @@ class Broker:
         if work.allocator.settled_steps == self.config.run.steps and work.evaluation.current is None:
             self._begin_stop(m.Stop(reason="all batches are done", final=True), now)
             return
+        self._cancel_what_is_over()
         for peer, order in work.dispatch(self.peers.of("producer"), now):
             self._send(peer.identity, order)
         learners = self.peers.of("learner")
@@ -294,6 +295,16 @@ class Broker:
         if batch is not None:
             self.wanted = None
             self._send(learners[0].identity, batch)
+
+    def _cancel_what_is_over(self) -> None:
+        """Tell producers which of their rollouts nothing will come of."""
+        over, self.work.cancel = self.work.cancel, set()
+        if not over:
+            return
+        for peer in self.peers.of("producer"):
+            works = tuple(work for work, lease in peer.leases.items() if (work, lease.attempt) in over)
+            if works:
+                self._send(peer.identity, m.Cancel(works=works, reason="its visit has ended"))
 
     def stop(self, reason: str, now: float) -> None:
         """End the run early and in order: checkpoint, report, goodbyes."""

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from gvm_stream.allocator.evaluation import Evaluation
+from gvm_stream.allocator.from_config import allocator_settings
 from gvm_stream.allocator.ledger import Reception
-from gvm_stream.allocator.online import OnlineAllocator, Settings
+from gvm_stream.allocator.online import OnlineAllocator
 from gvm_stream.allocator.peers import Lease, Peer
 from gvm_stream.allocator.types import (
     ClosedGroup,
@@ -26,7 +27,7 @@ from gvm_stream.allocator.types import (
     Unscorable,
     WorkItem,
 )
-from gvm_stream.config import Config, step_budget
+from gvm_stream.config import Config
 from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
 from gvm_stream.verify.flaky import FlakyPrompts
@@ -41,31 +42,19 @@ ORDER_CHUNK = 16
 
 class Dispatcher:
     def __init__(self, config: Config, prompts: PromptSet, metrics: Metrics) -> None:
-        a = config.allocation
         self._prompts: dict[str, Prompt] = {p.id: p for p in (*prompts.train, *prompts.heldout)}
         self._metrics = metrics
         self.flaky = FlakyPrompts(config.verifier.flaky_share)
         self._quarantine_flaky = config.verifier.quarantine_flaky
         self._payload: dict[int, m.Rollout] = {}
         """Scored training rollouts until the learner is done with their batch."""
-        self.allocator = OnlineAllocator(
-            Settings(
-                policy=a.policy,
-                prompts_per_step=a.prompts_per_step,
-                rollouts_per_step=step_budget(a),
-                min_rollouts=a.min_rollouts,
-                max_rollouts=a.max_rollouts,
-                memory_versions=a.memory_versions,
-                prior=a.prior,
-                max_lag=a.max_lag,
-                max_attempts=a.max_attempts,
-                steps=config.run.steps,
-            ),
-            seed=config.run.seed,
-        )
+        self.cancel: set[tuple[int, int]] = set()
+        """(work, attempt) that run for nothing: their visit has ended."""
+        settings = allocator_settings(config.allocation, max_tokens=config.sampling.max_tokens, steps=config.run.steps)
+        self.allocator = OnlineAllocator(settings, seed=config.run.seed)
         self.allocator.add(p.id for p in prompts.train)
         heldout = [p.id for p in prompts.heldout[: config.eval.prompts]]
-        self.evaluation = Evaluation(heldout, self.allocator.account, a.max_attempts)
+        self.evaluation = Evaluation(heldout, self.allocator.account, config.allocation.max_attempts)
 
     def dispatch(self, producers: list[Peer], now: float) -> Iterator[tuple[Peer, m.Work]]:
         """Turn credits into work, a chunk for each producer in turn."""
@@ -95,13 +84,11 @@ class Dispatcher:
         peer.owed.discard((rollout.work, rollout.attempt))
         peer.credits += 1
         peer.reported_tokens += outcome.tokens
-        accepted = self._tell(rollout.work, rollout.attempt, outcome)
+        accepted = self._tell(rollout.work, rollout.attempt, outcome, rollout)
         if accepted and lease is not None:
             self._watch_verdict(lease.prompt, rollout, outcome)
         if accepted and isinstance(outcome, Scored):
             self._metrics.observe("gvm_response_tokens", outcome.tokens)
-            if rollout.work > 0:
-                self._payload[rollout.work] = rollout
         return problem and f"work {rollout.work} of {peer.label}: {problem}"
 
     def _watch_verdict(self, prompt: PromptId, rollout: m.Rollout, outcome: Outcome) -> None:
@@ -141,11 +128,12 @@ class Dispatcher:
 
     def withdraw(self) -> None:
         """Issue nothing more. What runs ends as its producers report it."""
-        self.allocator.withdraw()
+        self.allocator.close()
         self.evaluation.withdraw()
 
     def restore(self, state: dict[str, Any]) -> None:
         self.allocator.load_state_dict(state)
+        self.allocator.redo_unsettled()
         self._payload.clear()
 
     @property
@@ -163,24 +151,30 @@ class Dispatcher:
         rollouts = self.allocator.account.rollouts
         return rollouts[Fate.TRAINED] + rollouts[Fate.ZERO_SIGNAL] + rollouts[Fate.STALE]
 
-    def _tell(self, work: int, attempt: int, outcome: Outcome) -> bool:
+    def _tell(self, work: int, attempt: int, outcome: Outcome, payload: m.Rollout | None = None) -> bool:
         """True if this outcome is the one that counts."""
         if work < 0:
             reception = self.evaluation.tell(work, attempt, outcome)
         else:
             told = self.allocator.tell(work, attempt, outcome)
             reception = told.reception
-            if told.closed is not None:
-                self._metrics.observe("gvm_group_rollouts", len(told.closed.members))
-                if not told.closed.members:
-                    log.warning(
-                        "prompt %s: none of its %d rollouts has a verdict", told.closed.prompt, told.closed.planned
-                    )
+            if told.kept and payload is not None:
+                self._payload[work] = payload
+            self.cancel.update(told.cancel)
+            for group in told.closed:
+                self._closed(group)
         if reception is not Reception.ACCEPTED:
             self._metrics.count("gvm_rollouts_duplicate")
             return False
         self._metrics.count("gvm_rollouts", label=type(outcome).__name__.lower())
         return True
+
+    def _closed(self, group: ClosedGroup) -> None:
+        self._metrics.observe("gvm_group_rollouts", len(group.members))
+        for work in group.unused:
+            del self._payload[work]
+        if not group.members and not group.unused:
+            log.warning("prompt %s: none of its %d rollouts has a verdict", group.prompt, group.planned)
 
     def _order(self, item: WorkItem) -> m.WorkOrder:
         prompt = self._prompts[item.prompt]
@@ -205,6 +199,7 @@ class Dispatcher:
                     logprobs=payload.logprobs,
                     spans=payload.spans,
                     truncated=isinstance(payload.outcome, Scored) and payload.outcome.truncated,
+                    coefficient=member.coefficient,
                 )
             )
         return m.TrainGroup(
@@ -212,5 +207,7 @@ class Dispatcher:
             prompt=group.prompt,
             prompt_tokens=self._prompts[group.prompt].tokens,
             weight=group.weight,
+            prior=group.prior,
+            shadow=group.shadow,
             rollouts=tuple(rollouts),
         )

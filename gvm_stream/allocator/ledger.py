@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -16,6 +16,10 @@ from gvm_stream.allocator.types import Expired, Outcome, PromptId, WorkItem
 
 MOST_EXPIRED = 100_000
 """Expired attempts remembered for late reports; older ones count as plain duplicates."""
+
+
+NAMES: dict[type[Outcome], str] = {kind: kind.__name__.lower() for kind in get_args(Outcome)}
+"""Of the terminal states."""
 
 
 class Reception(StrEnum):
@@ -46,6 +50,7 @@ class Ledger:
         self.issued = 0
         self.ended: Counter[str] = Counter()
         self.duplicates = 0
+        self.unknown = 0
         self._expired: dict[tuple[int, int], int] = {}
         """Tokens counted for expired attempts, in case their owner still reports."""
 
@@ -77,18 +82,24 @@ class Ledger:
         item = self._running.get(work)
         if item is not None and item.attempt == attempt:
             del self._running[work]
-            self.ended[type(outcome).__name__.lower()] += 1
+            self.ended[NAMES[type(outcome)]] += 1
             if isinstance(outcome, Expired):
                 self._expired[work, attempt] = outcome.tokens
                 if len(self._expired) > MOST_EXPIRED:
                     del self._expired[next(iter(self._expired))]
             return Settlement(Reception.ACCEPTED, item, outcome.tokens)
         if not 0 < work * self._stride < self._next * self._stride:
+            self.unknown += 1
             return Settlement(Reception.UNKNOWN, None, 0)
         self.duplicates += 1
         # An owner taken for dead may have gone on: only what it did after that is not in the account yet.
         known = self._expired.pop((work, attempt), None)
         return Settlement(Reception.DUPLICATE, None, 0 if known is None else max(0, outcome.tokens - known))
+
+    def attempt_of(self, work: int) -> int | None:
+        """The attempt that is running; None if none is."""
+        item = self._running.get(work)
+        return None if item is None else item.attempt
 
     def running(self) -> list[WorkItem]:
         return list(self._running.values())
@@ -100,6 +111,24 @@ class Ledger:
     def conserved(self) -> bool:
         """The conservation law."""
         return self.issued == len(self._running) + sum(self.ended.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next": self._next,
+            "running": msgspec.to_builtins(list(self._running.values())),
+            "issued": self.issued,
+            "ended": dict(self.ended),
+            "duplicates": self.duplicates,
+            "unknown": self.unknown,
+            "expired": [[*key, tokens] for key, tokens in self._expired.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next, self.issued = state["next"], state["issued"]
+        self.duplicates, self.unknown = state["duplicates"], state["unknown"]
+        self.ended = Counter(state["ended"])
+        self._running = {item.work: item for item in msgspec.convert(state["running"], list[WorkItem])}
+        self._expired = {(work, attempt): tokens for work, attempt, tokens in state["expired"]}
 
     def _start(self, item: WorkItem) -> None:
         self._running[item.work] = item

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from gvm_stream.allocator.online import OnlineAllocator
 from gvm_stream.allocator.record import build_report
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire.messages import Status
@@ -63,7 +65,8 @@ def status(broker: Broker, now: float) -> Status:
 
 def report(broker: Broker, now: float) -> dict[str, Any]:
     """The content of report.json, once the run is done: what is still pending then was made for nothing."""
-    account, ledger, stop = broker.work.allocator.account, broker.work.allocator.ledger, broker.stopping
+    allocator, stop = broker.work.allocator, broker.stopping
+    account, ledger = allocator.account, allocator.ledger
     account.close()
     return build_report(
         broker.record,
@@ -77,10 +80,25 @@ def report(broker: Broker, now: float) -> dict[str, Any]:
         attempts={"issued": ledger.issued, "running": ledger.num_running, **ledger.ended},
         conserved=broker.work.conserved,
         final_version=broker.version,
-        quarantined=broker.work.allocator.quarantined,
+        allocation=allocation(allocator),
+        quarantined=allocator.quarantined,
         flaky=[msgspec.to_builtins(prompt) for prompt in broker.work.flaky.report()],
         config=msgspec.to_builtins(broker.config),
     )
+
+
+def allocation(allocator: OnlineAllocator) -> dict[str, Any]:
+    """What the allocator knows of its own work."""
+    prior = allocator.estimates.prior
+    return {
+        "policy": allocator.settings.policy,
+        "design": allocator.planner.design,
+        "gain_over_uniform": msgspec.to_builtins(allocator.gain),
+        "price": None if math.isnan(allocator.price) else allocator.price,
+        "prior": [prior.a, prior.b],
+        "change_points": allocator.estimates.change_points,
+        "retired_prompts": len(allocator.retired),
+    }
 
 
 def export(broker: Broker, metrics: Metrics) -> None:
@@ -94,3 +112,8 @@ def export(broker: Broker, metrics: Metrics) -> None:
     metrics.set("gvm_producers", len(broker.peers.of("producer")))
     metrics.set("gvm_batches_settled", work.allocator.settled_steps)
     metrics.set("gvm_policy_version", broker.version)
+    gain = work.allocator.gain
+    for bound, value in (("estimate", gain.gain), ("low", gain.low), ("high", gain.high)):
+        metrics.set("gvm_allocator_gain", math.nan if value is None else value, label=bound)
+    metrics.set("gvm_price", work.allocator.price)
+    metrics.set("gvm_prompts_retired", len(work.allocator.retired))

@@ -13,11 +13,11 @@ PromptId = str
 """Stable identity of a prompt (a row id, never its text)."""
 
 
-class Struct(msgspec.Struct, frozen=True):
-    pass
+class Struct(msgspec.Struct, frozen=True, gc=False):
+    """Without cycles, so the garbage collector need not look at the many there are."""
 
 
-class WorkItem(Struct, frozen=True, kw_only=True):
+class WorkItem(Struct, frozen=True, kw_only=True, gc=False):
     """One rollout to make: the `attempt`-th try at rollout `index` of `group`."""
 
     work: int
@@ -36,7 +36,7 @@ class WorkItem(Struct, frozen=True, kw_only=True):
     """Why this rollout is worth its tokens, for people."""
 
 
-class Scored(Struct, tag="scored", frozen=True, kw_only=True):
+class Scored(Struct, tag="scored", frozen=True, kw_only=True, gc=False):
     """A rollout with a verdict. A response cut off at the length cap is one of these, too."""
 
     reward: float
@@ -45,10 +45,14 @@ class Scored(Struct, tag="scored", frozen=True, kw_only=True):
     seconds: float
     oldest_version: int
     """Policy version of the oldest span of its tokens."""
+    newest_version: int | None = None
+    """That of the newest span; None: the same."""
     truncated: bool = False
+    energy: float | None = None
+    """Squared gradient norm ||grad log pi(response)||^2, or a proxy for it, in any unit; None: not known (yet)."""
 
 
-class Unscorable(Struct, tag="unscorable", frozen=True, kw_only=True):
+class Unscorable(Struct, tag="unscorable", frozen=True, kw_only=True, gc=False):
     """The verifier failed, not the response: never a wrong answer."""
 
     reason: str
@@ -56,20 +60,20 @@ class Unscorable(Struct, tag="unscorable", frozen=True, kw_only=True):
     seconds: float
 
 
-class Cancelled(Struct, tag="cancelled", frozen=True, kw_only=True):
+class Cancelled(Struct, tag="cancelled", frozen=True, kw_only=True, gc=False):
     reason: str
     tokens: int = 0
     """Tokens generated before the cancellation took effect."""
 
 
-class Failed(Struct, tag="failed", frozen=True, kw_only=True):
+class Failed(Struct, tag="failed", frozen=True, kw_only=True, gc=False):
     """The engine or the producer could not make this rollout."""
 
     reason: str
     tokens: int = 0
 
 
-class Expired(Struct, tag="expired", frozen=True, kw_only=True):
+class Expired(Struct, tag="expired", frozen=True, kw_only=True, gc=False):
     """Its owner died or made no progress."""
 
     reason: str
@@ -93,7 +97,7 @@ class Fate(StrEnum):
     EVALUATION = "evaluation"
 
 
-class Member(Struct, frozen=True, kw_only=True):
+class Member(Struct, frozen=True, kw_only=True, gc=False):
     """A scored rollout of a closed group."""
 
     work: int
@@ -101,16 +105,33 @@ class Member(Struct, frozen=True, kw_only=True):
     reward: float
     tokens: int
     oldest_version: int
+    coefficient: float
+    """c_j: the estimate of the prompt's gradient is sum_j c_j grad log pi(y_j), over the members of the group."""
 
 
-class ClosedGroup(Struct, frozen=True, kw_only=True):
-    """All work of one visit to a prompt has ended. `members` are its scored rollouts in launch order."""
+class ClosedGroup(Struct, frozen=True, kw_only=True, gc=False):
+    """A visit to a prompt has ended. `members` are the rollouts that count, in launch order."""
 
     group: int
     prompt: PromptId
     step: int
     planned: int
-    """Rollouts the plan asked for."""
+    """Rollouts asked for, those that were made again not counted."""
     weight: float
     """Weight of the prompt in the objective; the number of rollouts never changes it."""
+    prior: tuple[float, float]
+    """Beta (successes, failures) of its acceptance rate from earlier visits only: a baseline may use it."""
     members: tuple[Member, ...]
+    successes: int
+    failures: int
+    """Of the members."""
+    versions: tuple[int, int] | None
+    """Oldest and newest policy version in the members; None without members."""
+    shadow: bool
+    """One of the visits that get the same number of rollouts whatever the policy says."""
+    reason: str
+    """Why it ended."""
+    cancel: tuple[tuple[int, int], ...] = ()
+    """(work, attempt) still running that nothing will come of: cancel them."""
+    unused: tuple[int, ...] = ()
+    """Work that was scored and is not among the members: nobody will ask for it again."""

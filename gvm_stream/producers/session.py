@@ -19,6 +19,7 @@ from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.config import Config
 from gvm_stream.errors import ModelError, WeightsError
 from gvm_stream.metrics import Metrics
+from gvm_stream.producers.energy import energy_proxy
 from gvm_stream.producers.engine import Completion, Request
 from gvm_stream.producers.engine_thread import Completed, EngineDied, EngineThread, Event, WeightsFailed, WeightsLoaded
 from gvm_stream.producers.weights import WeightsSource
@@ -269,6 +270,7 @@ class Session:
             self._metrics.count("gvm_verdicts", label="unscorable")
             outcome = Unscorable(reason=verdict.reason, tokens=tokens, seconds=seconds)
             return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
+        versions = [version for version, _, _ in completion.spans] or [self._version]
         self._metrics.count("gvm_verdicts", label="right" if verdict.reward >= SUCCESS_REWARD else "wrong")
         return m.Rollout(
             work=order.work,
@@ -277,8 +279,10 @@ class Session:
                 reward=verdict.reward,
                 tokens=tokens,
                 seconds=seconds,
-                oldest_version=min((version for version, _, _ in completion.spans), default=self._version),
+                oldest_version=min(versions),
+                newest_version=max(versions),
                 truncated=completion.finish == "length",
+                energy=energy_proxy(completion.logprobs),
             ),
             tokens=completion.tokens.astype("<i4").tobytes(),
             logprobs=completion.logprobs.astype("<f4").tobytes(),

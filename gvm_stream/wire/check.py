@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gvm_stream.allocator.outcome_check import outcome_problem
 from gvm_stream.allocator.types import Scored
 from gvm_stream.wire.messages import Rollout
 
@@ -11,12 +12,10 @@ from gvm_stream.wire.messages import Rollout
 def rollout_problem(rollout: Rollout) -> str:
     """Why a rollout cannot be used; empty if it can. A log-prob that is not finite is never papered over."""
     outcome = rollout.outcome
-    if outcome.tokens < 0:
-        return f"{outcome.tokens} tokens"
+    if problem := outcome_problem(outcome):
+        return problem
     if not isinstance(outcome, Scored):
         return ""
-    if not np.isfinite(outcome.reward):
-        return f"reward {outcome.reward} is not a finite number"
     if len(rollout.tokens) != 4 * outcome.tokens or len(rollout.logprobs) != 4 * outcome.tokens:
         return (
             f"{outcome.tokens} tokens announced, {len(rollout.tokens)} bytes of ids and {len(rollout.logprobs)} bytes "

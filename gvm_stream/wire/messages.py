@@ -13,7 +13,7 @@ import msgspec
 
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 Role = Literal["producer", "learner", "observer"]
 
@@ -219,6 +219,8 @@ class TrainRollout(Message, frozen=True, kw_only=True):
     logprobs: bytes
     spans: tuple[tuple[int, int, int], ...]
     truncated: bool
+    coefficient: float
+    """c_j of the allocator: the prompt's gradient estimate is sum_j c_j grad log pi(y_j) over the group."""
 
 
 class TrainGroup(Message, frozen=True, kw_only=True):
@@ -228,6 +230,10 @@ class TrainGroup(Message, frozen=True, kw_only=True):
     prompt: str
     prompt_tokens: bytes
     weight: float
+    prior: tuple[float, float]
+    """Beta (successes, failures) of the prompt's acceptance rate, from earlier visits only."""
+    shadow: bool = False
+    """It got as many rollouts as every shadow-uniform visit, whatever the policy says."""
     rollouts: tuple[TrainRollout, ...]
 
 
