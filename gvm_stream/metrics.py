@@ -85,6 +85,8 @@ TABLE: tuple[Spec, ...] = (
     Spec("learner", "histogram", "gvm_lag_batches", "Lag of trained rollouts, by their oldest token.", buckets=LAGS),
     Spec("learner", "gauge", "gvm_loss", "Loss of the last batch."),
     Spec("learner", "gauge", "gvm_grad_norm", "Gradient norm of the last batch, before clipping."),
+    Spec("learner", "gauge", "gvm_gradient_variance", "Trace of the covariance of the gradient, when last measured."),
+    Spec("learner", "gauge", "gvm_gradient_signal", "Squared norm of the expected gradient, when last measured."),
     Spec("learner", "gauge", "gvm_reward_mean", "Mean reward of the last batch, over scored rollouts."),
     Spec("learner", "gauge", "gvm_zero_signal_share", "Share of groups of the last batch without a gradient."),
     Spec("learner", "gauge", "gvm_logprob_mismatch", "Mean |log-prob here - at sampling| of the last batch."),

@@ -2,22 +2,38 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from gvm_stream.config import LearnerSection
 from gvm_stream.errors import ModelError
-from gvm_stream.learner.checkpoint import complete_checkpoints, load_trainer_state, save_checkpoint
+from gvm_stream.learner import checkpoint
+from gvm_stream.learner.checkpoint import Saver, complete_checkpoints, read_trainer_state
+from gvm_stream.learner.distributed import Ranks
 from gvm_stream.learner.model import load_model
+from gvm_stream.learner.trainer import Trainer
+from tests import test_trainer as small
+from tests.tiny_models import tiny_model
 
-STATE: dict[str, Any] = {"optimizer": {"state": {0: {"exp_avg": torch.tensor([0.1, 0.2])}}}, "trained_steps": 3}
+# By torch.distributed.checkpoint, outside of torchrun; the process itself ignores it.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+STATE: dict[str, Any] = {
+    "optimizer": {"a": {"exp_avg": torch.tensor([0.1, 0.2])}},
+    "trained_steps": 3,
+    "random_0": b"x",
+}
 
 
 def make_model(hidden: int = 8) -> LlamaForCausalLM:
@@ -57,6 +73,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
+def save_checkpoint(
+    root: Path, step: int, version: int, model: PreTrainedModel, tokenizer: str, state: dict[str, Any], keep: int
+) -> Path:
+    saver = Saver(root, model, tokenizer, keep, Ranks())
+    path = saver.save(step, version, state)
+    saver.wait()
+    return path
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
@@ -76,9 +101,79 @@ def test_a_checkpoint_gives_back_equal_bits(tmp_path: Path, tokenizer: str) -> N
     loaded = load_model(str(path), "float32", "cpu")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(path).encode("b") == [3]
-    state = load_trainer_state(path)
-    assert state["trained_steps"] == 3
-    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], STATE["optimizer"]["state"][0]["exp_avg"])
+    moments = torch.zeros(2)
+    state = {
+        "optimizer": {"a": {"exp_avg": moments}},
+        "trained_steps": 0,
+        "random_0": b"",
+        "random_1": b"of a new rank",
+    }
+    read_trainer_state(path, state, Ranks())
+    assert (state["trained_steps"], state["random_0"]) == (3, b"x")
+    assert "random_1" not in state
+    assert torch.equal(moments, STATE["optimizer"]["a"]["exp_avg"])
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, tokenizer: str) -> None:
+    """6 steps, and 3 + 3 with a checkpoint between them: parameters, moments, losses, rates, random numbers."""
+    config = small.make_config(LearnerSection(lr=1e-3, warmup_steps=5, weight_decay=0.1))
+    batches = [small.good_and_bad(small.make_model(), number) for number in range(7)]
+    random.seed(1)
+    np.random.seed(2)
+    model = small.make_model()
+    trainer = Trainer(config, model)
+    for batch in batches[:3]:
+        small.train(trainer, batch)
+    saver = Saver(tmp_path, model, tokenizer, 2, Ranks())
+    path = saver.save(3, 3, trainer.state_dict())
+    losses = [small.train(trainer, batch).stats.loss for batch in batches[3:6]]  # while the checkpoint is written
+    saver.wait()
+    after = small.bits(trainer, model), draw(), small.train(trainer, batches[6]).stats.loss
+
+    resumed_model = load_model(str(path), "float32", "cpu")
+    resumed = Trainer(config, resumed_model)
+    draw()
+    state = resumed.state_dict()
+    read_trainer_state(path, state, Ranks())
+    resumed.load_state_dict(state)
+    assert (resumed.trained_steps, resumed.skipped_in_a_row) == (3, 0)
+    assert [small.train(resumed, batch).stats.loss for batch in batches[3:6]] == losses
+    assert isinstance(resumed_model, LlamaForCausalLM)
+    assert (small.bits(resumed, resumed_model), draw(), small.train(resumed, batches[6]).stats.loss) == after
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_a_save_does_not_hold_up_the_training(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the model as it was; the save after waits for it. The first of a folder is waited for: there
+    is always one to fall back on."""
+    go_on = threading.Event()
+    model = make_model()
+    saver = Saver(tmp_path, model, tokenizer, 5, Ranks())
+    saver.save(1, 1, STATE)
+    assert names(tmp_path) == ["step-000001"]
+    seal = checkpoint._seal
+    monkeypatch.setattr(checkpoint, "_seal", lambda folder: (go_on.wait(), seal(folder)))
+    weight = model.lm_head.weight.detach().clone()
+    path = saver.save(2, 2, STATE)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert step_of(tmp_path) == 1
+    go_on.set()
+    saver.save(3, 3, STATE)
+    assert step_of(tmp_path) == 2
+    saver.wait()
+    assert step_of(tmp_path) == 3
+    assert torch.equal(load_model(str(path), "float32", "cpu").state_dict()["lm_head.weight"], weight)
+
+
+def test_tied_weights_come_back_tied(tmp_path: Path, tokenizer: str) -> None:
+    path = save_checkpoint(tmp_path, 1, 1, tiny_model("qwen2", seed=3), tokenizer, STATE, keep=1)
+    loaded = load_model(str(path), "float32", "cpu").state_dict(keep_vars=True)
+    assert loaded["lm_head.weight"] is loaded["model.embed_tokens.weight"]
+    assert torch.equal(loaded["lm_head.weight"], tiny_model("qwen2", seed=3).state_dict()["lm_head.weight"])
 
 
 def test_no_checkpoint_is_not_an_error(tmp_path: Path) -> None:
@@ -105,7 +200,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     elif damage == "flipped":
         weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     elif damage == "missing":
-        (newest / "trainer.pt").unlink()
+        (newest / "trainer" / ".metadata").unlink()
     elif damage == "empty_folder":
         (tmp_path / "step-000020").mkdir()
         (newest / "state.json").unlink()
@@ -138,7 +233,7 @@ def test_a_checkpoint_of_a_history_that_was_left_is_replaced(tmp_path: Path, tok
 def test_complete_checkpoints_come_newest_first(tmp_path: Path, tokenizer: str) -> None:
     for step in (5, 10, 15):
         save_checkpoint(tmp_path, step, step, make_model(), tokenizer, STATE, keep=3)
-    (tmp_path / "step-000010" / "trainer.pt").write_bytes(b"")
+    (tmp_path / "step-000010" / "trainer" / "__0_0.distcp").write_bytes(b"")
     assert [c.step for c in complete_checkpoints(tmp_path)] == [15, 5]
 
 

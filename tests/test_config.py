@@ -80,7 +80,8 @@ def test_an_unknown_key_names_the_nearest_known_one_at_any_depth(raw: Raw, sente
         ),
         (
             minimal(learner={"loss": "ppo"}),
-            'a.toml: learner.loss = "ppo" is unknown; there are cispo, delightful, gspo, gvpo, holder, pg, ppo_clip, r2vpo, or your own as "module:Class"',
+            'a.toml: learner.loss = "ppo" is unknown; there are cispo, delightful, gspo, '
+            'gvpo, holder, pg, ppo_clip, r2vpo, or your own as "module:Class"',
         ),
         (minimal(metrics={"port": 65001}), "metrics.port = 65001 in a.toml: expected `int` <= 65000"),
         (minimal(allocation={"prior": [1]}), "allocation.prior = [1] in a.toml: expected `array` of length 2, got 1"),

@@ -142,6 +142,25 @@ def with_outcome(**changes: object) -> Callable[[m.Rollout], m.Rollout]:
     return lambda rollout: msgspec.structs.replace(rollout, outcome=msgspec.structs.replace(rollout.outcome, **changes))
 
 
+def test_energies_come_from_the_learner_or_from_producers_never_from_both() -> None:
+    """They are in different units."""
+    seen = {}
+    for energies in ("off", "lm_head"):
+        section = LearnerSection(energies="lm_head" if energies == "lm_head" else "off")
+        d, peer = dispatcher(msgspec.structs.replace(config(), learner=section)), producer()
+        for order in orders(d, peer):
+            rollout = rollout_of(order)
+            outcome = msgspec.structs.replace(rollout.outcome, energy=1e6)
+            d.receive(peer, msgspec.structs.replace(rollout, outcome=outcome))
+        batch = d.batch(0)
+        assert batch is not None
+        works = [r.work for group in batch.groups for r in group.rollouts]
+        d.settle(msgspec.structs.replace(done(batch, 1), energies=dict.fromkeys(works, 7.0) | {works[0]: math.nan}))
+        seen[energies] = d.allocator.explain(batch.groups[0].prompt).energy_success
+    assert seen["off"] > 1e5
+    assert seen["lm_head"] < 20
+
+
 MALFORMED: list[tuple[Callable[[m.Rollout], m.Rollout], str]] = [
     (changed(tokens=b"\0" * 8), "3 tokens announced, 8 bytes of ids and 12 bytes of log-probs"),
     (changed(logprobs=b""), "3 tokens announced, 12 bytes of ids and 0 bytes of log-probs"),

@@ -10,8 +10,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gvm_stream.errors import WeightsError
-from gvm_stream.learner.publish import publish, published_versions
+from gvm_stream.learner.distributed import Ranks, gather_weights
+from gvm_stream.learner.publish import publish as write
+from gvm_stream.learner.publish import published_versions
 from gvm_stream.weights import verify_weights
+from gvm_stream.wire.messages import WeightsInfo
 
 
 def make_model(tied: bool = False) -> LlamaForCausalLM:
@@ -27,6 +30,12 @@ def make_model(tied: bool = False) -> LlamaForCausalLM:
             tie_word_embeddings=tied,
         )
     )
+
+
+def publish(
+    model: LlamaForCausalLM, root: Path, version: int, address: str, keep: int, dtype: str | None = None
+) -> WeightsInfo:
+    return write(gather_weights(model, Ranks(), dtype), root, version, address, keep)
 
 
 def names(root: Path) -> list[str]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 
 import msgspec
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gvm_stream.allocator.coefficients import rloo
 from gvm_stream.config import AllocationSection, Config, DataSection, LearnerSection, ModelSection, SamplingSection
 from gvm_stream.learner.batch import Row, pack
 from gvm_stream.learner.model import response_logprobs
@@ -65,12 +65,21 @@ def rollout(
         logprobs=logprobs.astype("<f4").tobytes(),
         spans=((version, 0, len(tokens)),),
         truncated=False,
+        coefficient=0.0,
     )
 
 
 def group(number: int, *rollouts: TrainRollout) -> TrainGroup:
-    prompt = np.array(PROMPT, "<i4").tobytes()
-    return TrainGroup(group=number, prompt=f"train-{number}", prompt_tokens=prompt, weight=1.0, rollouts=rollouts)
+    """As the allocator makes them of a planned visit."""
+    coefficients = rloo(np.array([r.reward for r in rollouts])).tolist()
+    return TrainGroup(
+        group=number,
+        prompt=f"train-{number}",
+        prompt_tokens=np.array(PROMPT, "<i4").tobytes(),
+        weight=1.0,
+        prior=(1.0, 1.0),
+        rollouts=tuple(msgspec.structs.replace(r, coefficient=c) for r, c in zip(rollouts, coefficients, strict=True)),
+    )
 
 
 def good_and_bad(model: LlamaForCausalLM, number: int = 0) -> TrainGroup:
@@ -82,15 +91,15 @@ def train(trainer: Trainer, *groups: TrainGroup, version: int = 0) -> StepResult
 
 
 def bits(trainer: Trainer, model: LlamaForCausalLM) -> list[bytes]:
-    state = trainer.state_dict()["optimizer"]["state"]
+    state = trainer.state_dict()["optimizer"]
     moments = [value for _, entry in sorted(state.items()) for _, value in sorted(entry.items())]
     return [tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *moments]]
 
 
 def first_gradient(trainer: Trainer) -> Tensor:
     """After one step the first moment is (1 - beta1) times the gradient."""
-    state = trainer.state_dict()["optimizer"]["state"]
-    return torch.cat([state[i]["exp_avg"].flatten() for i in sorted(state)]) / (1 - LearnerSection().betas[0])
+    state = trainer.state_dict()["optimizer"]
+    return torch.cat([state[name]["exp_avg"].flatten() for name in sorted(state)]) / (1 - LearnerSection().betas[0])
 
 
 def test_training_raises_the_probability_of_the_rewarded_response() -> None:
@@ -121,14 +130,24 @@ def test_padded_log_probs_equal_those_of_each_row_alone() -> None:
         assert not logp[len(alone) :].any()
 
 
-@pytest.mark.parametrize(("aggregate", "loss"), [("seq_sum", "pg"), ("seq_mean", "ppo_clip"), ("token_mean", "pg")])
+@pytest.mark.parametrize(
+    ("aggregate", "loss"),
+    [
+        ("seq_sum", "pg"),
+        ("seq_mean", "ppo_clip"),
+        ("token_mean", "pg"),
+        ("delta_l", "cispo"),
+        ("seq_mean", "gspo"),
+        ("seq_sum", "gvpo"),
+    ],
+)
 def test_the_gradient_does_not_depend_on_the_micro_batch_split(aggregate: str, loss: str) -> None:
     gradients = []
     for micro_batch_tokens in (1, 2 * 4, 4 * 4, 10_000):
         model = make_model()
         long = [4 + i % 8 for i in range(97)]
         groups = [
-            group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, long, 0.0)),
+            group(1, rollout(model, 1, [4], 1.0, off_by=0.2), rollout(model, 2, long, 0.0)),
             group(2, rollout(model, 3, [5], 1.0), rollout(model, 4, [6], 0.0)),
             group(3, rollout(model, 5, [7, 8], 1.0), rollout(model, 6, [9], 1.0)),
         ]
@@ -142,6 +161,30 @@ def test_the_gradient_does_not_depend_on_the_micro_batch_split(aggregate: str, l
     assert gradients[0].abs().max() > 1e-3
     for gradient in gradients[1:]:
         torch.testing.assert_close(gradient, gradients[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("loss", ["gvpo", "r2vpo"])
+def test_losses_that_hold_the_policy_pull_on_groups_without_signal(loss: str) -> None:
+    gradients = []
+    for off_by in (0.0, -0.5):
+        model = make_model()
+        silent = group(2, rollout(model, 3, [9], 1.0, off_by=off_by), rollout(model, 4, [10, 11], 1.0))
+        trainer = Trainer(make_config(LearnerSection(loss=loss)), model)
+        assert train(trainer, good_and_bad(model), silent).fates["trained"] == (0, 1, 3, 4)
+        gradients.append(first_gradient(trainer))
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-3
+
+
+def test_gvpo_compares_each_rollout_with_the_others_of_its_prompt() -> None:
+    """A shift of all log-ratios of a group moves nothing, as the partition function of its objective cancels."""
+    gradients = []
+    for shift in (0.0, 0.7):
+        model = make_model()
+        even = [rollout(model, 1, [4, 5], 1.0, off_by=shift / 2), rollout(model, 2, [6], 0.0, off_by=shift)]
+        trainer = Trainer(make_config(LearnerSection(loss="gvpo", micro_batch_tokens=1, max_grad_norm=1e9)), model)
+        assert train(trainer, group(1, *even)).trained
+        gradients.append(first_gradient(trainer))
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=0)
 
 
 def test_groups_without_signal_keep_the_other_prompts_weight() -> None:
@@ -160,7 +203,7 @@ def test_a_batch_without_signal_leaves_everything_as_it_was() -> None:
     before = bits(trainer, model)
     result = train(trainer, group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, [5], 1.0)))
     assert not result.trained
-    assert result.reason == "no usable token: of 2 rollouts 0 are stale and 2 give no signal"
+    assert result.reason == "no usable token: of 2 rollouts 0 are stale and 2 give no signal (group 1)"
     assert result.fates == {"trained": (), "zero_signal": (1, 2), "stale": ()}
     assert result.stats.zero_signal_groups == 1
     assert bits(trainer, model) == before
@@ -175,11 +218,12 @@ def test_stale_rollouts_are_left_out_and_reported() -> None:
     model = make_model()
     fresh = good_and_bad(model)
     stale = rollout(model, 7, [9], 1.0, version=-3)
-    result = train(Trainer(make_config(LearnerSection(), max_lag=2), model), group(0, *fresh.rollouts, stale))
+    config = make_config(LearnerSection(advantage="rloo"), max_lag=2)
+    result = train(Trainer(config, model), group(0, *fresh.rollouts, stale))
     assert result.fates == {"trained": (0, 1), "zero_signal": (), "stale": (7,)}
     assert (result.stats.max_lag, result.stats.mean_lag) == (3, 1.0)
     assert result.stats.reward_mean == pytest.approx(2 / 3)
-    alone = train(Trainer(make_config(LearnerSection(), max_lag=2), make_model()), fresh)
+    alone = train(Trainer(config, make_model()), fresh)
     assert result.stats.grad_norm == alone.stats.grad_norm
 
 
@@ -193,7 +237,7 @@ def test_a_loss_that_is_not_a_number_skips_the_step_and_names_the_group() -> Non
     before = bits(trainer, model)
     result = train(trainer, healthy, poisoned)
     assert not result.trained
-    assert result.reason == "the loss is nan in the micro-batch of group 31"
+    assert result.reason == "the loss is nan because of group 31"
     assert result.fates == {"trained": (), "zero_signal": (0, 1, 62, 63), "stale": ()}
     assert bits(trainer, model) == before
     assert train(trainer, healthy).trained  # nothing of the bad step is left in the gradients
@@ -204,11 +248,11 @@ def test_a_gradient_norm_that_is_not_finite_skips_the_step() -> None:
     batch = good_and_bad(model, 4)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e24)
-    trainer = Trainer(make_config(LearnerSection(importance_cap=0)), model)
+    trainer = Trainer(make_config(LearnerSection(loss_options={"weights": "none"}, max_logprob_mismatch=1e30)), model)
     before = bits(trainer, model)
     result = train(trainer, batch)
     assert math.isfinite(result.stats.loss)
-    assert result.reason == "the gradient norm is inf over the micro-batches of group 4"
+    assert result.reason == "the gradient norm is inf over group 4"
     assert bits(trainer, model) == before
 
 
@@ -227,11 +271,71 @@ def test_warm_up_counts_trained_steps_only() -> None:
     model = make_model()
     trainer = Trainer(make_config(LearnerSection(lr=1.0e-4, warmup_steps=4)), model)
     silent = group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, [5], 1.0))
-    rates = []
-    for batch in (good_and_bad(model), silent, *[good_and_bad(model)] * 4):
+    sizes = []
+    for batch in (good_and_bad(model), silent, *[good_and_bad(model)] * 3):
+        before = model.lm_head.weight.detach().clone()
         train(trainer, batch)
-        rates.append(trainer.state_dict()["optimizer"]["param_groups"][0]["lr"])
-    assert rates == pytest.approx([0.25e-4, 0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4])
+        sizes.append(float((model.lm_head.weight.detach() - before).abs().max()))
+    # Steps of AdamW with one gradient over and over are as large as the learning rate.
+    assert sizes == pytest.approx([0.25e-4, 0.0, 0.5e-4, 0.75e-4, 1e-4], rel=0.02)
+
+
+def test_accumulated_steps_are_those_of_the_whole_batch() -> None:
+    """Ragged groups, several updates: parameters after them do not depend on how the batch was cut."""
+    weights = []
+    for micro_batch_tokens in (1, 30, 10_000):
+        model = make_model()
+        settings = LearnerSection(lr=1e-3, aggregate="seq_mean", micro_batch_tokens=micro_batch_tokens)
+        trainer = Trainer(make_config(settings), model)
+        for step in range(4):
+            long = [4 + (i + step) % 8 for i in range(21)]
+            ragged = group(
+                1, rollout(model, 1, long, 1.0), rollout(model, 2, [5], 0.0), rollout(model, 3, [6, 7, 4], 0.0)
+            )
+            assert train(trainer, ragged, good_and_bad(model, 2)).trained
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    for other in weights[1:]:
+        torch.testing.assert_close(other, weights[0], atol=2e-6, rtol=0)
+
+
+def test_a_step_is_scaled_by_the_effective_number_of_rollouts() -> None:
+    """Importance weights 3 and 1: E = (3 + 1)^2 / (9 + 1) / 2 = 0.8."""
+    sizes = []
+    for ess_scaling in (0.0, 1.0, 0.5):
+        model = make_model()
+        lagging = group(1, rollout(model, 1, [4, 5], 1.0, off_by=-math.log(3) / 2), rollout(model, 2, [6], 0.0))
+        before = model.lm_head.weight.detach().clone()
+        assert train(Trainer(make_config(LearnerSection(lr=1e-4, ess_scaling=ess_scaling)), model), lagging).trained
+        sizes.append(float((model.lm_head.weight.detach() - before).abs().max()))
+    assert sizes == pytest.approx([1e-4, 1e-4 * math.sqrt(0.8), 1e-4], rel=1e-3)
+
+
+def test_log_probs_far_from_those_at_sampling_skip_the_step_and_name_the_groups() -> None:
+    model = make_model()
+    trainer = Trainer(make_config(LearnerSection(max_logprob_mismatch=0.5)), model)
+    before = bits(trainer, model)
+    off = group(7, rollout(model, 1, [4, 5], 1.0, off_by=2.8), rollout(model, 2, [6], 0.0, off_by=-2.8))
+    result = train(trainer, good_and_bad(model, 2), off)
+    assert not result.trained
+    assert result.reason == (
+        "the log-probs are 1.05 nats from those at sampling, more than learner.max_logprob_mismatch = 0.5, because of "
+        "group 7"
+    )
+    assert result.stats.mismatch == pytest.approx(8.4 / 8, rel=1e-5)
+    assert bits(trainer, model) == before
+    assert train(trainer, *[good_and_bad(model, n) for n in (2, 3, 4, 5)], off).trained  # 8.4 nats over 23 tokens
+
+
+def test_a_batch_whose_gradient_is_nothing_moves_nothing() -> None:
+    """All tokens are clipped: momentum and weight decay alone would still move the weights."""
+    model = make_model()
+    trainer = Trainer(make_config(LearnerSection(lr=0.1, weight_decay=0.1, loss="ppo_clip")), model)
+    assert train(trainer, good_and_bad(model)).trained
+    before = bits(trainer, model)
+    clipped = group(3, rollout(model, 1, [4], 1.0, off_by=-0.5), rollout(model, 2, [5], 0.0, off_by=0.5))
+    result = train(trainer, clipped)
+    assert result.reason == "the gradient norm is 0.0 over group 3"
+    assert bits(trainer, model) == before
 
 
 def test_progress_is_reported_after_every_micro_batch() -> None:
@@ -249,22 +353,8 @@ def test_mismatch_and_effective_sample_size_by_hand() -> None:
     assert stats.mismatch == pytest.approx(math.log(3) / 2, rel=1e-5)
     assert stats.effective_sample_size == pytest.approx((3 + 1) ** 2 / (9 + 1) / 2, rel=1e-5)
     extreme = group(1, rollout(model, 1, [4], 1.0, off_by=-90), rollout(model, 2, [6, 7], 0.0))
-    assert train(Trainer(make_config(LearnerSection()), make_model()), extreme).clamped_tokens == 1
-
-
-def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
-    model = make_model()
-    config = make_config(LearnerSection(lr=1e-3, warmup_steps=3))
-    batch = good_and_bad(model)
-    trainer = Trainer(config, model)
-    train(trainer, batch)
-    resumed_model = make_model()
-    resumed_model.load_state_dict(model.state_dict())
-    resumed = Trainer(config, resumed_model)
-    resumed.load_state_dict(deepcopy(trainer.state_dict()))  # torch shares the tensors of the moments otherwise
-    train(trainer, batch)
-    train(resumed, batch)
-    assert bits(resumed, resumed_model) == bits(trainer, model)
+    trainer = Trainer(make_config(LearnerSection(max_logprob_mismatch=100.0)), make_model())
+    assert train(trainer, extreme).clamped_tokens == 1
 
 
 def test_bfloat16_passes_keep_float32_masters() -> None:
@@ -275,3 +365,50 @@ def test_bfloat16_passes_keep_float32_masters() -> None:
     change = (model.lm_head.weight - before).abs().max()
     assert model.lm_head.weight.dtype == torch.float32
     assert 0 < change < 1e-5  # below what bfloat16 weights could take up
+
+
+def test_measuring_the_noise_of_the_gradient_leaves_the_gradient_alone() -> None:
+    """Parts of whole groups, one of them shadow-uniform, one without signal."""
+    groups = []
+    gradients = []
+    for measure_every in (0, 1):
+        model = make_model()
+        groups = [good_and_bad(model, n) for n in range(5)]
+        groups[2] = msgspec.structs.replace(groups[2], shadow=True)
+        groups.append(group(9, rollout(model, 30, [4], 1.0), rollout(model, 31, [5, 6], 1.0)))
+        trainer = Trainer(make_config(LearnerSection(measure_every=measure_every)), model)
+        result = train(trainer, *groups)
+        assert result.trained
+        gradients.append(first_gradient(trainer))
+        if measure_every == 0:
+            assert result.stats.noise is None
+    noise = result.stats.noise
+    assert noise is not None
+    assert noise.variance > 0
+    assert noise.tokens == 5 * 5 + 3
+    assert noise.allocated is not None
+    assert noise.shadow is not None
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_noise_is_measured_on_every_so_many_steps_only() -> None:
+    model = make_model()
+    trainer = Trainer(make_config(LearnerSection(measure_every=3)), model)
+    groups = [good_and_bad(model, n) for n in range(4)]
+    measured = [trainer.train(step, groups, 0, lambda: None).stats.noise is not None for step in range(5)]
+    assert measured == [True, False, False, True, False]
+
+
+def test_energies_are_those_of_the_gradient_in_the_lm_head() -> None:
+    model = make_model()
+    groups = [good_and_bad(model, n) for n in range(2)]
+    expected: dict[int, float] = {}
+    for response in [([4, 5], 0), ([6, 7, 8], 1)]:
+        tokens, first = response
+        logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+        total = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None]).sum()
+        (gradient,) = torch.autograd.grad(total, [model.lm_head.weight])
+        expected |= {work: float(gradient.square().sum()) for work in (first, first + 2)}
+    trainer = Trainer(make_config(LearnerSection(energies="lm_head")), model)
+    assert train(trainer, *groups).energies == pytest.approx(expected, rel=1e-4)
+    assert train(Trainer(make_config(LearnerSection()), model), *groups).energies == {}

@@ -21,6 +21,7 @@ STATS = m.StepStats(
     seconds=2.0,
     padding_share=0.125,
     wait_seconds=3.0,
+    noise=m.NoiseStats(variance=2.0, standard_error=0.5, signal=-0.25, tokens=900, allocated=1800.0, shadow=None),
 )
 TOKENS, LOGPROBS = b"\x01\0\0\0\x02\0\0\0", b"\0\0\x80\xbf\0\0\0\xbf"  # 1, 2 and -1.0, -0.5
 ROLLOUT = m.Rollout(
@@ -52,7 +53,13 @@ TO_ALLOCATOR: dict[str, m.ToAllocator] = {
     "published": m.Published(weights=WEIGHTS, step=6),
     "batch_request": m.BatchRequest(step=6),
     "step_done": m.StepDone(
-        step=6, version=8, trained=True, reason="", fates={"trained": (11,), "stale": (12, 13)}, stats=STATS
+        step=6,
+        version=8,
+        trained=True,
+        reason="",
+        fates={"trained": (11,), "stale": (12, 13)},
+        energies={11: 4.0},
+        stats=STATS,
     ),
     "checkpointed": m.Checkpointed(step=6, version=8, path="/c/step-6"),
 }

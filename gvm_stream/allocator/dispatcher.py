@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from gvm_stream.allocator.evaluation import Evaluation
 from gvm_stream.allocator.from_config import allocator_settings
 from gvm_stream.allocator.ledger import Reception
 from gvm_stream.allocator.online import OnlineAllocator
+from gvm_stream.allocator.outcome_check import energy_problem
 from gvm_stream.allocator.peers import Lease, Peer
 from gvm_stream.allocator.types import (
     ClosedGroup,
@@ -46,6 +49,8 @@ class Dispatcher:
         self._metrics = metrics
         self.flaky = FlakyPrompts(config.verifier.flaky_share)
         self._quarantine_flaky = config.verifier.quarantine_flaky
+        self._learner_measures = config.learner.energies != "off"
+        """Energies come from the learner: the producers' estimates are in another unit."""
         self._payload: dict[int, m.Rollout] = {}
         """Scored training rollouts until the learner is done with their batch."""
         self.cancel: set[tuple[int, int]] = set()
@@ -84,6 +89,8 @@ class Dispatcher:
         peer.owed.discard((rollout.work, rollout.attempt))
         peer.credits += 1
         peer.reported_tokens += outcome.tokens
+        if self._learner_measures and isinstance(outcome, Scored):
+            outcome = msgspec.structs.replace(outcome, energy=None)
         accepted = self._tell(rollout.work, rollout.attempt, outcome, rollout)
         if accepted and lease is not None:
             self._watch_verdict(lease.prompt, rollout, outcome)
@@ -121,6 +128,9 @@ class Dispatcher:
 
     def settle(self, done: m.StepDone) -> None:
         """The learner is done with a batch. Raises ValueError if its account of it does not fit."""
+        for work, energy in done.energies.items():
+            if not energy_problem(energy):
+                self.allocator.observe_energy(work, energy)
         self.allocator.settle(done.step, done.version, {Fate(name): works for name, works in done.fates.items()})
         for works in done.fates.values():
             for work in works:

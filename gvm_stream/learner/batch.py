@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 
 from gvm_stream.allocator.types import Fate
-from gvm_stream.config import LearnerSection
 from gvm_stream.errors import TrainingError
-from gvm_stream.learner.advantages import ADVANTAGES
-from gvm_stream.learner.objective import coefficients
+from gvm_stream.learner.advantages import Group
+from gvm_stream.learner.objective import Objective
 from gvm_stream.wire.messages import TrainGroup, TrainRollout
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+
+PASS = 128
+"""Tokens that the fixed costs of a forward and backward pass are worth; on a CPU 64 to 256 are equally good."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +41,7 @@ class Row:
     """float32 [T], at sampling, in nats."""
     advantage: float
     coefficient: float
-    """Of its token terms in the loss (`objective.coefficients`)."""
+    """Of its token terms in the loss (`Objective.coefficients`)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class BatchPlan:
     lags: tuple[int, ...]
     """Versions behind, over the oldest tokens of all rollouts, stale ones included."""
     zero_signal_groups: int
+    shares: dict[int, float]
+    """Group -> its share of the prompts' weight, of all groups with a usable rollout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +62,10 @@ class MicroBatch:
 
     groups: tuple[int, ...]
     """Group of every row."""
+    works: tuple[int, ...]
+    """Work of every row."""
     tokens: Tensor
     """int64 [B, L], 0 in the padding; a causal model needs no mask to keep tokens from seeing what follows them."""
-    first: int
-    """Least position whose logits are needed."""
     index: tuple[Tensor, Tensor, Tensor]
     """int64 [N] each, one entry per response token: its row, its place in the response, its place in the row."""
     mask: Tensor
@@ -77,18 +82,21 @@ class MicroBatch:
 class _Sample:
     work: int
     reward: float
+    coefficient: float
     tokens: Int32
     logprobs: Float32
     lag: int
 
 
-def plan_batch(groups: Sequence[TrainGroup], settings: LearnerSection, max_lag: int, version_now: int) -> BatchPlan:
+def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int, version_now: int) -> BatchPlan:
     """Choose rows. Stale rollouts (more than `max_lag` versions behind) and empty ones leave their group before the
-    advantages are computed; rollouts without advantage count in every coefficient and are then left out.
+    advantages are computed; rollouts without advantage count in every coefficient and are then left out, unless the
+    loss wants them and there is something to learn from others.
     """
     fates: dict[str, list[int]] = {Fate.TRAINED: [], Fate.ZERO_SIGNAL: [], Fate.STALE: []}
     lags: list[int] = []
     kept: list[tuple[TrainGroup, list[_Sample]]] = []
+    compared: list[Group] = []
     for group in groups:
         _check_group(group)
         usable: list[_Sample] = []
@@ -103,42 +111,72 @@ def plan_batch(groups: Sequence[TrainGroup], settings: LearnerSection, max_lag: 
                 usable.append(sample)
         if usable:
             kept.append((group, usable))
+            compared.append(
+                Group(
+                    rewards=np.array([s.reward for s in usable]),
+                    lengths=np.array([float(s.tokens.size) for s in usable]),
+                    coefficients=np.array([s.coefficient for s in usable]),
+                    size=len(group.rollouts),
+                    prior=group.prior,
+                )
+            )
 
-    shares = coefficients(
-        settings.aggregate, [g.weight for g, _ in kept], [[s.tokens.size for s in samples] for _, samples in kept]
-    )
+    all_advantages = objective.advantage.of_batch(compared) if compared else []
+    shares = objective.coefficients([g.weight for g, _ in kept], [g.lengths for g in compared])
+    silent = [not advantages.any() for advantages in all_advantages]
+    every = objective.loss.every_rollout and not all(silent)
     rows: list[Row] = []
-    silent = 0
-    for (group, samples), row_shares in zip(kept, shares, strict=True):
-        advantages = ADVANTAGES[settings.advantage]([s.reward for s in samples])
-        silent += not advantages.any()
+    for (group, samples), advantages, row_shares in zip(kept, all_advantages, shares, strict=True):
         prompt = np.frombuffer(group.prompt_tokens, "<i4")
-        for s, advantage, share in zip(samples, advantages.tolist(), row_shares, strict=True):
-            fates[Fate.TRAINED if advantage else Fate.ZERO_SIGNAL].append(s.work)
-            if advantage:
+        for s, advantage, share in zip(samples, advantages.tolist(), row_shares.tolist(), strict=True):
+            trained = every or advantage != 0
+            fates[Fate.TRAINED if trained else Fate.ZERO_SIGNAL].append(s.work)
+            if trained:
                 tokens = np.concatenate([prompt, s.tokens])
                 rows.append(Row(group.group, s.work, prompt.size, tokens, s.logprobs, advantage, share))
-    return BatchPlan(tuple(rows), {str(k): tuple(v) for k, v in fates.items()}, tuple(lags), silent)
+    total = sum(group.weight for group, _ in kept)
+    return BatchPlan(
+        rows=tuple(rows),
+        fates={str(k): tuple(v) for k, v in fates.items()},
+        lags=tuple(lags),
+        zero_signal_groups=sum(silent),
+        shares={group.group: group.weight / total for group, _ in kept},
+    )
 
 
 def pack(rows: Sequence[Row], micro_batch_tokens: int, device: torch.device | str = "cpu") -> list[MicroBatch]:
     """Micro-batches of at most `micro_batch_tokens` tokens, padding included; a longer row goes alone.
 
-    Longest first: rows of a micro-batch are of like length, and a lack of memory shows at once.
+    Longest rows first, as a lack of memory then shows at once, and split where it takes the least time: that of all
+    tokens, padding included, and of PASS more for every micro-batch.
     """
-    packed: list[list[Row]] = []
-    for row in sorted(rows, key=lambda r: r.tokens.size, reverse=True):
-        if packed and packed[-1][0].tokens.size * (len(packed[-1]) + 1) <= micro_batch_tokens:
-            packed[-1].append(row)
-        else:
-            packed.append([row])
-    return [_pad(chunk, device) for chunk in packed]
+    longest_first = sorted(rows, key=lambda r: r.tokens.size, reverse=True)
+    bounds = _split(np.array([r.tokens.size for r in longest_first]), micro_batch_tokens)
+    return [_pad(longest_first[first:stop], device) for first, stop in pairwise(bounds)]
 
 
 def padding_share(rows: Sequence[Row], micro_batches: Sequence[MicroBatch]) -> float:
     """Padding over all tokens of the forward passes, in [0, 1)."""
     computed = sum(m.tokens.numel() for m in micro_batches)
     return 1 - sum(r.tokens.size for r in rows) / computed if computed else 0.0
+
+
+def _split(lengths: npt.NDArray[np.int64], most: int) -> list[int]:
+    """Where to split descending lengths, ends included: the shortest path over the places between them."""
+    cost = np.zeros(len(lengths) + 1, np.int64)
+    before = [0] * len(cost)
+    least = 0
+    for stop in range(1, len(cost)):
+        while least < stop - 1 and lengths[least] * (stop - least) > most:
+            least += 1
+        costs = cost[least:stop] + lengths[least:stop] * np.arange(stop - least, 0, -1)
+        cheapest = int(costs.argmin())
+        cost[stop] = costs[cheapest] + PASS
+        before[stop] = least + cheapest
+    bounds = [len(lengths)]
+    while bounds[0]:
+        bounds.insert(0, before[bounds[0]])
+    return bounds
 
 
 def _pad(rows: list[Row], device: torch.device | str) -> MicroBatch:
@@ -157,8 +195,8 @@ def _pad(rows: list[Row], device: torch.device | str) -> MicroBatch:
 
     return MicroBatch(
         groups=tuple(r.group for r in rows),
+        works=tuple(r.work for r in rows),
         tokens=tensor(tokens),
-        first=int(prompts.min()) - 1,
         index=(tensor(row), tensor(place), tensor(prompts[row] + place)),
         mask=tensor(mask),
         logprobs=tensor(logprobs),
@@ -175,6 +213,8 @@ def _check_group(group: TrainGroup) -> None:
         )
     if not 0 < group.weight < float("inf"):
         raise TrainingError(f"group {group.group} has weight {group.weight}, expected a finite number above 0")
+    if not all(0 < count < float("inf") for count in group.prior):
+        raise TrainingError(f"group {group.group} has prior {group.prior}, expected two finite numbers above 0")
 
 
 def _decode(group: TrainGroup, rollout: TrainRollout, version_now: int) -> _Sample:
@@ -195,7 +235,9 @@ def _decode(group: TrainGroup, rollout: TrainRollout, version_now: int) -> _Samp
         raise TrainingError(
             f"{where}: log-prob at sampling of token {at} is {logprobs[at]}, expected a finite number of nats"
         )
-    if not np.isfinite(rollout.reward):
-        raise TrainingError(f"{where}: reward is {rollout.reward}, expected a finite number")
+    for name, value in (("reward", rollout.reward), ("coefficient", rollout.coefficient)):
+        if not np.isfinite(value):
+            raise TrainingError(f"{where}: {name} is {value}, expected a finite number")
     oldest = min((version for version, _, _ in rollout.spans), default=version_now)
-    return _Sample(rollout.work, rollout.reward, tokens, logprobs, max(0, version_now - oldest))
+    lag = max(0, version_now - oldest)
+    return _Sample(rollout.work, rollout.reward, rollout.coefficient, tokens, logprobs, lag)

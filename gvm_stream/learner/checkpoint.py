@@ -1,8 +1,9 @@
 """Checkpoints that are complete or not there.
 
-`root/step-000123/` is a Hugging Face folder (model and tokenizer) with three files more: `trainer.pt` (optimizer and
-counters), `state.json` (step and version) and `manifest.json` (size and blake2b-128 of every other file). It is
-written under a hidden name beside its place, synced, and renamed; older checkpoints go only after that.
+`root/step-000123/` is a Hugging Face folder (model and tokenizer) with three things more: `trainer/` (moments,
+counters, random states, as torch.distributed.checkpoint has them: every rank writes its part, any number of ranks can
+read it), `state.json` (step and version) and `manifest.json` (size and blake2b-128 of every other file). It is written
+under a hidden name beside its place, synced, and renamed; older checkpoints go only after that. All ranks see `root`.
 """
 
 from __future__ import annotations
@@ -11,15 +12,24 @@ import logging
 import os
 import re
 import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gvm_stream.errors import ModelError
+from gvm_stream.learner.distributed import Ranks, gather_weights
 from gvm_stream.weights import checksum
 
 log = logging.getLogger(__name__)
@@ -27,6 +37,10 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
 _PARTIAL = ".partial-"
 _MANIFEST = "manifest.json"
+_TRAINER = "trainer"
+
+# By torch.distributed.checkpoint, where there is one rank. For good: filters of a thread are those of all.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,47 +65,73 @@ class _Manifest(msgspec.Struct, frozen=True):
     files: dict[str, _File]
 
 
-def save_checkpoint(
-    root: Path,
-    step: int,
-    version: int,
-    model: PreTrainedModel,
-    tokenizer_source: str,
-    trainer_state: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Write `root/step-STEP`, then delete all but the newest `keep` - 1 of those before it; return its path.
+@dataclass(frozen=True, eq=False)
+class _Snapshot:
+    """What a checkpoint is made of, copied: the training may go on while it is written."""
 
-    `tokenizer_source` is a folder or a hub name. Raises `ModelError` if it cannot be written, leaving what was there.
-    """
-    final = root / f"step-{step:06d}"
-    partial = root / f"{_PARTIAL}{final.name}"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(leftover)
-        partial.mkdir()
-        model.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(tokenizer_source).save_pretrained(partial)
-        with (partial / "trainer.pt").open("wb") as file:  # a file of Python's, so that a failure has an errno
-            torch.save(trainer_state, file)
-        (partial / "state.json").write_bytes(msgspec.json.encode(_State(step, version)))
-        files = {str(p.relative_to(partial)): p for p in sorted(partial.rglob("*")) if p.is_file()}
-        manifest = _Manifest({name: _File(p.stat().st_size, checksum(p)) for name, p in files.items()})
-        (partial / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync([*files.values(), partial / _MANIFEST, partial])
-        if final.exists():  # damaged, or of a history that a resumed run has left
-            final.rename(root / f"{_PARTIAL}replaced")
-        partial.rename(final)
-        _sync([root])
-        shutil.rmtree(root / f"{_PARTIAL}replaced", ignore_errors=True)
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save wraps an OSError in it
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ModelError(f"checkpoint of step {step} cannot be saved in {root}: {_cause(error, root)}") from error
-    older = [path for found, path in _steps(root) if found < step]
-    for path in older[: max(0, len(older) - keep + 1)]:
-        shutil.rmtree(path, ignore_errors=True)
-    return final
+    state: _State
+    weights: dict[str, Tensor]
+    trainer: dict[str, Any]
+
+
+class Saver:
+    """Writes the checkpoints of a run in a thread, one at a time. Every rank has one and calls it alike."""
+
+    def __init__(self, root: Path, model: PreTrainedModel, tokenizer_source: str, keep: int, ranks: Ranks) -> None:
+        """`tokenizer_source` is a folder or a hub name."""
+        self._root, self._model, self._tokenizer_source = root, model, tokenizer_source
+        self._keep, self._ranks = keep, ranks
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, step: int, version: int, trainer_state: dict[str, Any]) -> Path:
+        """Begin to write `root/step-STEP`, of which there is nothing until it is complete; then all but the newest
+        `keep` - 1 of those before it are deleted. The first of a folder is waited for.
+
+        Waits for the save before. Raises `ModelError` if that cannot be written, leaving what was there.
+        """
+        self.wait()
+        final = self._root / f"step-{step:06d}"
+        if self._ranks.first:
+            for left in [*self._root.glob(f"{_PARTIAL}*"), final]:  # of a killed save; damaged or of a history left
+                shutil.rmtree(left, ignore_errors=True)
+        copied = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), trainer_state)
+        snapshot = _Snapshot(_State(step, version), gather_weights(self._model, self._ranks), copied)
+        alone = not _steps(self._root)
+        self._writing = self._thread.submit(self._write, final, snapshot)
+        if self._ranks.share(alone):
+            self.wait()
+        return final
+
+    def wait(self) -> None:
+        """Until the last save is complete. Raises `ModelError` if it cannot be written."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, final: Path, snapshot: _Snapshot) -> None:
+        partial = self._root / f"{_PARTIAL}{final.name}"
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            save(snapshot.trainer, checkpoint_id=partial / _TRAINER, process_group=self._ranks.save)
+            if self._ranks.first:
+                self._model.save_pretrained(partial, state_dict=snapshot.weights)
+                AutoTokenizer.from_pretrained(self._tokenizer_source).save_pretrained(partial)
+                (partial / "state.json").write_bytes(msgspec.json.encode(snapshot.state))
+                _seal(partial)
+                partial.rename(final)
+                _sync([self._root])
+        except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            step = snapshot.state.step
+            raise ModelError(
+                f"checkpoint of step {step} cannot be saved in {self._root}: {_cause(error, self._root)}"
+            ) from error
+        if self._ranks.first:
+            log.info("checkpoint %s", final)
+            older = [path for found, path in _steps(self._root) if found < snapshot.state.step]
+            for path in older[: max(0, len(older) - self._keep + 1)]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
@@ -109,10 +149,14 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
     return found
 
 
-def load_trainer_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given as `trainer_state`, tensors on the CPU."""
-    state: dict[str, Any] = torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True)
-    return state
+def read_trainer_state(checkpoint: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Replace the values of `state`, which has the keys of what `Saver.save` was given; tensors in place. Keys of a
+    rank that there was not when it was saved go."""
+    reader = FileSystemReader(checkpoint / _TRAINER)
+    saved = {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+    for key in [key for key in state if key not in saved]:
+        del state[key]
+    load(state, storage_reader=reader, process_group=ranks.talk)
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
@@ -120,6 +164,14 @@ def _steps(root: Path) -> list[tuple[int, Path]]:
     if not root.is_dir():
         return []
     return sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
+def _seal(folder: Path) -> None:
+    """Write the manifest and bring everything to the disk."""
+    files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    manifest = _Manifest({name: _File(p.stat().st_size, checksum(p)) for name, p in files.items()})
+    (folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _sync([*files.values(), folder / _MANIFEST, folder / _TRAINER, folder])
 
 
 def _damage(path: Path) -> str:
@@ -148,7 +200,10 @@ def _sync(paths: list[Path]) -> None:
             os.close(descriptor)
 
 
-def _cause(error: Exception, root: Path) -> str:
+def _cause(error: BaseException, root: Path) -> str:
+    """In a few words: of an error that torch has wrapped, what it has wrapped."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     origin = error if isinstance(error, OSError) else error.__context__
     text = origin.strerror if isinstance(origin, OSError) and origin.strerror else str(error).partition("\n")[0]
     free = shutil.disk_usage(root if root.is_dir() else root.anchor or ".").free

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gvm_stream.errors import ModelError
 from gvm_stream.learner.batch import MicroBatch
+from gvm_stream.learner.energy import lm_head_energies
+from gvm_stream.learner.logprobs import token_logprobs
 
 
-def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
+def load_model(path: str, dtype: str, device: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """Load a causal LM (folder or hub name) with weights of `dtype` (a torch name), without dropout.
 
     Masters of the weights belong in float32: a step of AdamW with lr 1e-6 is below the resolution of bfloat16.
@@ -36,22 +41,96 @@ def load_model(path: str, dtype: str, device: str) -> PreTrainedModel:
             "the logits of responses only"
         )
     model.train(False)
+    if not _has_plain_head(model):
+        raise ModelError(
+            f"model {path!r} ({type(model).__name__}) changes its logits after the lm_head (bias, scale or soft cap), "
+            "which the learner does not support"
+        )
+    if gradient_checkpointing:
+        checkpoint_layers(model)
     return model
 
 
-def response_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Have backward passes compute every layer of `model` again instead of keeping its activations.
+
+    What transformers' `activation_checkpointing_enable` does, but it takes effect in training mode only; here what is
+    inside the layers stays without dropout. Raises ModelError for models that know no such layers.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"learner.gradient_checkpointing is of no use to {type(model).__name__}: it has no such layers"
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True
+
+
+def response_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Last hidden states, [N, d], from which the response tokens of `batch` are predicted, in the order of its index.
+
+    The forward pass is the whole model's, without positions for its lm_head: FSDP gathers parameters in it.
+    """
+    row, _, position = batch.index
+    states: list[Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+    try:
+        model(input_ids=batch.tokens, use_cache=False, logits_to_keep=position[:0])
+    finally:
+        hook.remove()
+    return states[0].flatten(0, 1).index_select(0, row * batch.tokens.shape[1] + position - 1)
+
+
+def response_logprobs(
+    model: PreTrainedModel, batch: MicroBatch, temperature: float, states: Tensor | None = None
+) -> Tensor:
     """Log-probs of the response tokens under softmax(logits / temperature); float32 [B, T], 0 in the padding, in nats.
 
-    Logits are computed from the last token of the shortest prompt on, and float32 rows of the vocabulary only for
-    response tokens.
+    `states`: `response_states`, if they are there already. Logits are computed for response tokens only, and never all
+    at once (`logprobs`).
     """
     row, place, position = batch.index
-    needed = torch.arange(batch.first, batch.tokens.shape[1] - 1, device=batch.tokens.device)
-    logits: Tensor = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=needed).logits
-    logits = logits[row, position - 1 - batch.first].float() / temperature
     targets = batch.tokens[row, position]
-    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    if states is None:  # before the lm_head, whose weight the forward pass of the model gathers under FSDP
+        states = response_states(model, batch)
+    logprobs, _ = token_logprobs(states, lm_head_weight(model), targets, temperature)
     return logprobs.new_zeros(batch.mask.shape).index_put((row, place), logprobs)
+
+
+def response_energies(
+    model: PreTrainedModel, batch: MicroBatch, states: Tensor, temperature: float, seed: int
+) -> Tensor:
+    """Squared norm of the gradient of every response's log-prob in the lm_head; float32 [B]. `states`:
+    `response_states`."""
+    row, _, position = batch.index
+    return lm_head_energies(
+        states.detach(),
+        lm_head_weight(model),
+        batch.tokens[row, position],
+        batch.mask.sum(1).tolist(),
+        temperature=temperature,
+        seed=seed,
+    )
+
+
+def lm_head_weight(model: PreTrainedModel) -> Tensor:
+    """[V, d]; logits are the last hidden states times it, which `load_model` has checked."""
+    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    return weight
+
+
+@torch.no_grad()
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Logits are hidden states times the lm_head's weight: no bias, no scale, no soft cap."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tokens = torch.arange(2, device=model.device)[None]
+    states = model.base_model(input_ids=tokens, use_cache=False)[0]
+    found, plain = model(input_ids=tokens, use_cache=False).logits, states @ head.weight.T
+    return head.bias is None and torch.allclose(
+        found, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()), equal_nan=True
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The loss: token terms, and the coefficient of every rollout in their sum.
+"""What a step minimises: advantages, token terms, and the coefficient of every rollout in their sum.
 
     loss = sum over groups i, rollouts j, tokens t of  coefficient_ij * term_ijt
 
@@ -9,70 +9,59 @@ micro-batches simply add up: neither their split nor leaving out rollouts withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from gvm_stream.config import LearnerSection
-
-MAX_LOG_RATIO = 20.0  # nats; exp(89) is already infinite in float32
-
-
-class TokenTerms(NamedTuple):
-    """All of the shape of the log-probs given."""
-
-    losses: Tensor
-    """Differentiable."""
-    ratio: Tensor
-    """pi_now / pi_behaviour, without gradient, the log clamped to +-MAX_LOG_RATIO."""
-    clamped: Tensor
-    """bool: the log-ratio was beyond the clamp."""
+from gvm_stream.allocator.arrays import Floats
+from gvm_stream.config import Aggregate, Config
+from gvm_stream.errors import ConfigError
+from gvm_stream.learner.advantages import ADVANTAGES, Advantage
+from gvm_stream.learner.losses import LOSSES, Loss
 
 
-def token_terms(settings: LearnerSection, logprobs: Tensor, behaviour: Tensor, advantages: Tensor) -> TokenTerms:
-    """Terms of response tokens; float32 [..., T] each, `advantages` broadcast against them.
+@dataclass(frozen=True)
+class Objective:
+    advantage: Advantage
+    loss: Loss
+    aggregate: Aggregate
+    delta_l_power: float
+    """Of the aggregate `delta_l`."""
+    max_tokens: int
+    """Length cap of responses, the constant of `seq_const`."""
 
-    `logprobs` are the learner's (differentiable), `behaviour` those at sampling: finite, in nats.
-    """
-    log_ratio = logprobs - behaviour
-    clamped = log_ratio.detach().abs() > MAX_LOG_RATIO
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if settings.loss == "pg":
-        losses = policy_gradient(logprobs, ratio, advantages, settings.importance_cap)
-    else:
-        losses = clipped_ratio(ratio, advantages, settings.clip_low, settings.clip_high)
-    return TokenTerms(losses, ratio.detach(), clamped)
+    @classmethod
+    def of(cls, config: Config) -> Objective:
+        """Raises ConfigError for names and options that mean nothing."""
+        learner = config.learner
+        try:
+            advantage = ADVANTAGES.make(learner.advantage, learner.advantage_options)
+            loss = LOSSES.make(learner.loss, learner.loss_options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return cls(advantage, loss, learner.aggregate, learner.delta_l_power, config.sampling.max_tokens)
 
+    def coefficients(self, weights: Sequence[float], lengths: Sequence[Floats]) -> list[Floats]:
+        """Coefficients [n] of each group's rollouts, given the prompts' weights w and response lengths T [n].
 
-def policy_gradient(logprobs: Tensor, ratio: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """-min(ratio, cap) A log pi, no gradient through the weight; cap 0: weight 1.
-
-    Token-level truncated importance sampling (Ionides 2008), the cap named `importance_cap`.
-    """
-    if cap == 0:
-        return -advantages * logprobs
-    return -ratio.detach().clamp(max=cap) * advantages * logprobs
-
-
-def clipped_ratio(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A). Source: PPO, arXiv 1707.06347; uneven clip: DAPO, 2503.14476."""
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-def coefficients(
-    aggregate: str, weights: Sequence[float], lengths: Sequence[Sequence[int]]
-) -> tuple[tuple[float, ...], ...]:
-    """Coefficient of each rollout's token terms, given prompt weights w [G] and response lengths T [G][n_i].
-
-    With W = sum w_i:  `seq_sum` w_i / (W n_i);  `seq_mean` w_i / (W n_i T_ij);  `token_mean` w_i / sum_ij w_i T_ij.
-    Pass every group and rollout of the batch, those without signal too: they keep the prompts' weights what they are.
-    """
-    if aggregate == "token_mean":
-        tokens = sum(w * sum(row) for w, row in zip(weights, lengths, strict=True))
-        return tuple(tuple(w / tokens for _ in row) for w, row in zip(weights, lengths, strict=True))
-    total = sum(weights)
-    shares = [w / total for w in weights]
-    if aggregate == "seq_sum":
-        return tuple(tuple(s / len(row) for _ in row) for s, row in zip(shares, lengths, strict=True))
-    return tuple(tuple(s / (len(row) * t) for t in row) for s, row in zip(shares, lengths, strict=True))
+        With share = w / (n sum of all w): `seq_sum` share; `seq_const` share / max_tokens (Dr. GRPO, arXiv 2503.20783);
+        `seq_mean` share / T (GRPO, arXiv 2402.03300). In these the number of rollouts never changes a prompt's part.
+        `token_mean` w / sum of all w T (DAPO, arXiv 2503.14476). `delta_l` share T^-power / sum of all share T^-power,
+        of least variance with power 1 if that of a gradient grows in proportion to T (arXiv 2509.07558).
+        Pass every group and rollout of the batch, those without signal too.
+        """
+        if self.aggregate == "token_mean":
+            tokens = sum(w * t.sum() for w, t in zip(weights, lengths, strict=True))
+            return [np.full(len(t), w / tokens) for w, t in zip(weights, lengths, strict=True)]
+        total = sum(weights)
+        shares = [np.full(len(t), w / total / len(t)) for w, t in zip(weights, lengths, strict=True)]
+        if self.aggregate == "seq_sum":
+            return shares
+        if self.aggregate == "seq_const":
+            return [s / self.max_tokens for s in shares]
+        power = 1.0 if self.aggregate == "seq_mean" else self.delta_l_power
+        shares = [s * t**-power for s, t in zip(shares, lengths, strict=True)]
+        if self.aggregate == "seq_mean":
+            return shares
+        norm = sum(s.sum() for s in shares)
+        return [s / norm for s in shares]

@@ -6,11 +6,9 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from gvm_stream.errors import WeightsError
 from gvm_stream.weights import checksum
@@ -19,19 +17,16 @@ from gvm_stream.wire.messages import WeightsInfo
 _PUBLISHED = re.compile(r"v(\d{8,})\.safetensors")
 
 
-def publish(
-    model: PreTrainedModel, root: Path, version: int, address: str, keep: int, dtype: str | None = None
-) -> WeightsInfo:
+def publish(weights: dict[str, Tensor], root: Path, version: int, address: str, keep: int) -> WeightsInfo:
     """Write `root/vVERSION.safetensors` (Hugging Face names, tied tensors once) and announce it.
 
-    The file appears complete or not at all. Of the versions before it the newest `keep` - 1 stay. `dtype`, a torch
-    name, is what floating-point weights are converted to; None: as they are.
+    The file appears complete or not at all. Of the versions before it the newest `keep` - 1 stay.
     """
     path = _path(root, version)
     partial = path.with_suffix(".partial")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(model, dtype), partial)
+        save_file(weights, partial)
         # Of the bytes on disk, so that the checksum vouches for what producers will read.
         digest, size = checksum(partial), partial.stat().st_size
         os.replace(partial, path)
@@ -47,19 +42,6 @@ def published_versions(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     return sorted(int(match[1]) for path in root.iterdir() if (match := _PUBLISHED.fullmatch(path.name)))
-
-
-def _tensors(model: PreTrainedModel, dtype: str | None) -> dict[str, Tensor]:
-    target: torch.dtype | None = getattr(torch, dtype) if dtype else None
-    seen: set[tuple[int, torch.Size]] = set()
-    out: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        identity = (tensor.data_ptr(), tensor.shape)
-        if identity in seen:
-            continue
-        seen.add(identity)
-        out[name] = tensor.detach().to("cpu", target if tensor.is_floating_point() else None).contiguous()
-    return out
 
 
 def _path(root: Path, version: int) -> Path:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
+import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
-from gvm_stream.learner.batch import BatchPlan, MicroBatch, pack, padding_share, plan_batch
-from gvm_stream.learner.model import response_logprobs
-from gvm_stream.learner.objective import token_terms
-from gvm_stream.wire.messages import StepStats, TrainGroup
+from gvm_stream.learner.batch import BatchPlan, MicroBatch, Row, pack, padding_share, plan_batch
+from gvm_stream.learner.distributed import Ranks, balance
+from gvm_stream.learner.figures import Figures, named
+from gvm_stream.learner.losses import MAX_LOG_RATIO, Responses, clamped_log_ratio
+from gvm_stream.learner.model import response_energies, response_logprobs, response_states
+from gvm_stream.learner.objective import Objective
+from gvm_stream.learner.optimizer import clip_gradient, learning_rate, make_optimizer
+from gvm_stream.learner.variance import GradientNoise, random_parts
+from gvm_stream.wire.messages import NoiseStats, StepStats, TrainGroup
 
 log = logging.getLogger(__name__)
 
@@ -31,46 +41,39 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Why the step was skipped; empty if it was not."""
     fates: dict[str, tuple[int, ...]]
     """Fate -> work ids. Rollouts of a step skipped for its numbers count as zero_signal: they moved nothing."""
+    energies: dict[int, float]
+    """Work id -> gradient energy in the lm_head, of the rollouts trained on; empty if `learner.energies` is off."""
     stats: StepStats
     clamped_tokens: int
-    """Tokens whose log-ratio was beyond `objective.MAX_LOG_RATIO`."""
+    """Tokens whose log-ratio was beyond `losses.MAX_LOG_RATIO`."""
 
 
-class _Sums:
-    """Running totals over the micro-batches of a step."""
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Whole groups, all of which make up a step."""
 
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.tokens = 0
-        self.clamped = 0
-        self.mismatch = 0.0
-        self.ratio = 0.0
-        self.ratio_squared = 0.0
-
-    @property
-    def effective_sample_size(self) -> float:
-        return self.ratio**2 / (self.ratio_squared * self.tokens) if self.ratio_squared else 1.0
+    rows: list[Row]
+    share: float
+    """Of the weight of the prompts in the step."""
+    tokens: int
+    shadow: bool
 
 
 class Trainer:
     """Own the optimizer of `model`. Not thread-safe; everything happens on the device of the model.
 
     With `model.dtype = "bfloat16"` and a model loaded in float32, passes run under bfloat16 autocast and the float32
-    weights are the masters.
+    weights are the masters. On several ranks each calls the same methods with the same groups, and `model` is sharded
+    beforehand. Raises ConfigError for an advantage or a loss that means nothing.
     """
 
-    def __init__(self, config: Config, model: PreTrainedModel) -> None:
+    def __init__(self, config: Config, model: PreTrainedModel, ranks: Ranks | None = None) -> None:
         self._config = config
+        self._objective = Objective.of(config)
         self._model = model
+        self._ranks = ranks or Ranks()
         self._device = next(model.parameters()).device
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=config.learner.lr,
-            betas=config.learner.betas,
-            weight_decay=config.learner.weight_decay,
-            fused=self._device.type in ("cpu", "cuda"),
-        )
+        self._optimizer = make_optimizer(model, config.learner)
         self.trained_steps = 0
         self.skipped_in_a_row = 0
 
@@ -83,108 +86,228 @@ class Trainer:
         every micro-batch. Raises `TrainingError` for groups that break the protocol.
         """
         started = time.monotonic()
-        learner = self._config.learner
-        plan = plan_batch(groups, learner, self._config.allocation.max_lag, version_now)
-        micro_batches = pack(plan.rows, learner.micro_batch_tokens, self._device)
-        sums, norm = _Sums(), 0.0
+        plan = plan_batch(groups, self._objective, self._config.allocation.max_lag, version_now)
+        parts = self._parts(step, groups, plan)
+        rows = [balance(part.rows, self._ranks) for part in parts]
+        micro_batches = [pack(part, self._config.learner.micro_batch_tokens, self._device) for part in rows]
+        noise = GradientNoise(self._model.parameters(), seed=step) if len(parts) > 2 else None
+        figures, norm, reason = Figures.of([]), 0.0, _nothing_usable(plan, groups)
         try:
-            reason = self._accumulate(micro_batches, sums, on_progress) if plan.rows else _nothing_usable(plan)
+            if plan.rows:
+                figures = self._accumulate(micro_batches, parts, noise, on_progress)
+                reason = figures.problem(self._config.learner.max_logprob_mismatch)
             if not reason:
-                norm, reason = self._step(micro_batches)
+                norm, reason = self._step(figures)
         finally:
             self._optimizer.zero_grad()
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if reason else 0
+        clamped, tokens = int(figures.clamped.sum()), int(figures.tokens.sum())
         if reason:
             log.warning("batch %d skipped: %s", step, reason)
-        if sums.clamped:
-            log.warning("batch %d: the log-ratio of %d of %d tokens was clamped", step, sums.clamped, sums.tokens)
+        if clamped:
+            log.warning("batch %d: the log-ratio of %d of %d tokens was clamped", step, clamped, tokens)
         rewards = [r.reward for g in groups for r in g.rollouts]
         stats = StepStats(
-            loss=sums.loss,
+            loss=figures.total_loss,
             grad_norm=norm,
             reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
             zero_signal_groups=plan.zero_signal_groups,
             groups=len(groups),
             mean_lag=sum(plan.lags) / len(plan.lags) if plan.lags else 0.0,
             max_lag=max(plan.lags, default=0),
-            mismatch=sums.mismatch / sums.tokens if sums.tokens else 0.0,
-            effective_sample_size=sums.effective_sample_size,
+            mismatch=figures.mismatch,
+            effective_sample_size=figures.effective_sample_size,
             seconds=time.monotonic() - started,
-            padding_share=padding_share(plan.rows, micro_batches),
+            padding_share=padding_share(
+                [r for part in rows for r in part], [m for part in micro_batches for m in part]
+            ),
+            noise=_stats(noise) if noise and not reason else None,
         )
+        energies = {}
+        if self._config.learner.energies == "lm_head":
+            energies = dict(zip(figures.work.astype(int).tolist(), figures.energy.tolist(), strict=True))
         fates = _nothing_trained(plan.fates) if reason else plan.fates
-        return StepResult(trained=not reason, reason=reason, fates=fates, stats=stats, clamped_tokens=sums.clamped)
+        return StepResult(
+            trained=not reason, reason=reason, fates=fates, energies=energies, stats=stats, clamped_tokens=clamped
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer and counters, fit for `torch.load(weights_only=True)`."""
+        """Moments (the very tensors), counters (the learning rate follows from them) and random states of this rank."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        cuda = torch.cuda.get_rng_state() if self._device.type == "cuda" else None
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": {names[id(parameter)]: state for parameter, state in self._optimizer.state.items()},
             "trained_steps": self.trained_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            f"random_{self._ranks.rank}": pickle.dumps(
+                (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+            ),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        """A rank that was not there when the state was saved keeps its random states."""
+        for name, parameter in self._model.named_parameters():
+            for key, value in state["optimizer"].get(name, {}).items():
+                self._optimizer.state[parameter][key].copy_(value)
         self.trained_steps = state["trained_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        if content := state.get(f"random_{self._ranks.rank}"):
+            python, numpy, cpu, cuda = pickle.loads(content)
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
+            if cuda is not None and self._device.type == "cuda":
+                torch.cuda.set_rng_state(cuda)
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], sums: _Sums, on_progress: Callable[[], None]) -> str:
-        """Add up gradients; the reason to skip the step, or nothing."""
-        for micro_batch in micro_batches:
-            loss = self._backward(micro_batch, sums)
+    def _parts(self, step: int, groups: Sequence[TrainGroup], plan: BatchPlan) -> list[_Part]:
+        """One part, or many on a step whose gradient noise is measured."""
+        kept = [group for group in groups if group.group in plan.shares]
+        every = self._config.learner.measure_every
+        measured = every and step % every == 0 and plan.rows
+        dealt = random_parts([g.shadow for g in kept], seed=step) if measured else [list(range(len(kept)))]
+        parts = []
+        for members in dealt:
+            part = {kept[i].group: kept[i] for i in members}
+            parts.append(
+                _Part(
+                    rows=[row for row in plan.rows if row.group in part],
+                    share=sum(plan.shares[group] for group in part),
+                    tokens=sum(len(r.tokens) // 4 for g in part.values() for r in g.rollouts),
+                    shadow=any(g.shadow for g in part.values()),
+                )
+            )
+        return parts
+
+    def _accumulate(
+        self,
+        micro_batches: list[list[MicroBatch]],
+        parts: Sequence[_Part],
+        noise: GradientNoise | None,
+        on_progress: Callable[[], None],
+    ) -> Figures:
+        """Add up the gradient of the batch, part by part. In each, every rank makes as many passes as the one with the
+        most micro-batches, on a row without weight if it has no more of its own: the collectives in them never depend
+        on the data."""
+        shortest = min((row for part in parts for row in part.rows), key=lambda row: row.tokens.size)
+        (idle,) = pack([replace(shortest, coefficient=0.0)], 1, self._device)
+        counts = self._ranks.gather([len(part) for part in micro_batches])
+        passes = [max(of_part) for of_part in zip(*counts, strict=True)]
+        padded = [part + [idle] * (n - len(part)) for part, n in zip(micro_batches, passes, strict=True)]
+        everything = [m for part in padded for m in part]
+        peers = self._peers(everything, idle, on_progress) if self._objective.loss.peers else None
+        tables = []
+        done = 0
+        for part, batches in zip(parts, padded, strict=True):
+            for batch in batches:
+                seen = self._backward(batch, peers[done] if peers else torch.zeros_like(batch.advantages))
+                done += 1
+                if batch is not idle:
+                    tables.append(seen)
+                on_progress()
+            if noise:
+                noise.part(part.share, part.tokens, part.shadow)
+        ids = [group for part in micro_batches for m in part for group in m.groups]
+        # One transfer for all figures of the step.
+        table = torch.cat(tables).cpu().numpy() if tables else np.zeros((0, 9))
+        return Figures.of(self._ranks.gather((ids, table)))
+
+    def _peers(self, padded: Sequence[MicroBatch], idle: MicroBatch, on_progress: Callable[[], None]) -> list[Tensor]:
+        """`Responses.peers` of every micro-batch but the idle ones. The only rollout of a prompt is its own peer."""
+        sums: list[Tensor] = []
+        for batch in padded:
+            with torch.no_grad():
+                log_ratio = clamped_log_ratio(self._logprobs(batch)[0], batch.logprobs)
+            if batch is not idle:
+                sums.append(log_ratio.double().sum(1))
             on_progress()
-            if not math.isfinite(loss):
-                return f"the loss is {loss} in the micro-batch of {_named_groups([micro_batch])}"
-        return ""
+        own = [value for total in sums for value in total.tolist()]
+        parts = self._ranks.gather(([group for m in padded if m is not idle for group in m.groups], own))
+        everywhere = _means_of_others([g for part, _ in parts for g in part], [v for _, part in parts for v in part])
+        before = sum(len(part) for part, _ in parts[: self._ranks.rank])
+        others = iter(everywhere[before:])
+        return [
+            torch.zeros_like(m.advantages) if m is idle else m.advantages.new_tensor([[next(others)] for _ in m.groups])
+            for m in padded
+        ]
 
-    def _backward(self, batch: MicroBatch, sums: _Sums) -> float:
-        learner, temperature = self._config.learner, self._config.sampling.temperature
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, T], and energies [B], NaN if they are not wanted."""
+        temperature = self._config.sampling.temperature
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.model.dtype == "bfloat16"):
-            logprobs = response_logprobs(self._model, batch, temperature)
-        terms = token_terms(learner, logprobs, batch.logprobs, batch.advantages)
-        loss = (terms.losses * batch.coefficients)[batch.mask].sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        ratio = terms.ratio[batch.mask].double()
-        distance = (logprobs.detach() - batch.logprobs).abs()[batch.mask].double()
-        # One transfer for all figures of the micro-batch.
-        value, mismatch, total, squares, clamped = torch.stack(
-            [loss.detach().double(), distance.sum(), ratio.sum(), ratio.square().sum(), terms.clamped.sum().double()]
-        ).tolist()
-        sums.loss += value
-        sums.mismatch += mismatch
-        sums.ratio += total
-        sums.ratio_squared += squares
-        sums.clamped += int(clamped)
-        sums.tokens += ratio.numel()
-        return float(value)
+            states = response_states(self._model, batch)
+            energies = states.new_full((len(batch.groups),), torch.nan)
+            if self._config.learner.energies == "lm_head":
+                energies = response_energies(self._model, batch, states, temperature, seed=self.trained_steps)
+            return response_logprobs(self._model, batch, temperature, states), energies
 
-    def _step(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, str]:
-        """Clip and step: (gradient norm before clipping, the reason to skip, or nothing)."""
+    def _backward(self, batch: MicroBatch, peers: Tensor) -> Tensor:
+        """The figures of its rows, float64 [B, 9], in the order of `Figures`."""
+        logprobs, energies = self._logprobs(batch)
+        responses = Responses.of(logprobs, batch.logprobs, batch.mask, batch.advantages, peers)
+        terms = (self._objective.loss.terms(responses) * batch.coefficients).expand(batch.mask.shape)
+        terms = terms.where(batch.mask, 0.0)
+        terms.sum().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            works = torch.tensor(batch.works, device=self._device)
+            distance = (responses.logprobs - batch.logprobs).abs().double()
+            ratio = responses.ratio.double().where(batch.mask, 0.0)
+            columns = (terms, batch.mask, distance, responses.log_ratio, ratio, ratio**2, distance > MAX_LOG_RATIO)
+            sums = [column.double().sum(1) for column in columns]
+            return torch.stack([*sums, energies.double(), works.double()], 1)
+
+    def _step(self, figures: Figures) -> tuple[float, str]:
+        """Clip and step: (gradient norm before clipping, the reason to skip, or nothing).
+
+        `learner.ess_scaling`: VCPO, arXiv 2602.17616.
+        """
         learner = self._config.learner
-        total = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        norm = float(total)
-        if not math.isfinite(norm):
-            return norm, f"the gradient norm is {norm} over the micro-batches of {_named_groups(micro_batches)}"
-        clip_grads_with_norm_(self._parameters, learner.max_grad_norm, total)
-        warm = min(1.0, (self.trained_steps + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
+        norm = clip_gradient(self._model.parameters(), learner.max_grad_norm)
+        if not math.isfinite(norm) or not norm:  # momentum and weight decay would move the weights without one
+            return norm, f"the gradient norm is {norm} over {named(figures.groups)}"
+        rate = learning_rate(learner, self.trained_steps, self._config.run.steps)
+        if learner.ess_scaling:
+            rate *= min(1.0, figures.effective_rollouts / learner.ess_scaling) ** 0.5
         for parameters in self._optimizer.param_groups:
-            parameters["lr"] = learner.lr * warm
+            parameters["lr"] = rate
         self._optimizer.step()
         self.trained_steps += 1
         return norm, ""
 
 
-def _nothing_usable(plan: BatchPlan) -> str:
+def _means_of_others(groups: Sequence[int], values: Sequence[float]) -> list[float]:
+    """For every value the mean of the other ones of its group; itself if there are none."""
+    members: dict[int, list[float]] = defaultdict(list)
+    for group, value in zip(groups, values, strict=True):
+        members[group].append(value)
+    sizes_and_sums = {group: (len(all_of_it), sum(all_of_it)) for group, all_of_it in members.items()}
+    means = []
+    for group, value in zip(groups, values, strict=True):
+        n, total = sizes_and_sums[group]
+        means.append((total - value) / (n - 1) if n > 1 else value)
+    return means
+
+
+def _stats(noise: GradientNoise) -> NoiseStats:
+    found = noise.result()
+    return NoiseStats(
+        variance=found.variance,
+        standard_error=found.standard_error,
+        signal=found.signal,
+        tokens=found.tokens,
+        allocated=found.allocated,
+        shadow=found.shadow,
+    )
+
+
+def _nothing_usable(plan: BatchPlan, groups: Sequence[TrainGroup]) -> str:
+    """The reason to skip a batch without a row."""
+    if plan.rows:
+        return ""
     stale, silent = len(plan.fates[Fate.STALE]), len(plan.fates[Fate.ZERO_SIGNAL])
-    return f"no usable token: of {stale + silent} rollouts {stale} are stale and {silent} give no signal"
+    which = f" ({named([g.group for g in groups])})" if groups else ""
+    return f"no usable token: of {stale + silent} rollouts {stale} are stale and {silent} give no signal{which}"
 
 
 def _nothing_trained(fates: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     silent = fates[Fate.ZERO_SIGNAL] + fates[Fate.TRAINED]
     return {**fates, str(Fate.TRAINED): (), str(Fate.ZERO_SIGNAL): silent}
-
-
-def _named_groups(micro_batches: Sequence[MicroBatch], most: int = 20) -> str:
-    groups = sorted({group for m in micro_batches for group in m.groups})
-    more = f" and {len(groups) - most} more" if len(groups) > most else ""
-    return f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups[:most]))}{more}"

@@ -120,6 +120,21 @@ class BatchRequest(Message, tag="batch?", frozen=True, kw_only=True):
     step: int
 
 
+class NoiseStats(Message, frozen=True, kw_only=True):
+    """How noisy the gradient of a batch was, before clipping (learner/variance.py)."""
+
+    variance: float
+    """Trace of its covariance."""
+    standard_error: float
+    signal: float
+    """Squared norm of its expectation, without bias: may come out below 0."""
+    tokens: int
+    """Response tokens of the batch."""
+    allocated: float | None
+    """Variance times tokens of the groups that the policy allocated, and of shadow-uniform ones; None without any."""
+    shadow: float | None
+
+
 class StepStats(Message, frozen=True, kw_only=True):
     """What the learner saw in one training batch. Log-probs in nats, norms before clipping."""
 
@@ -141,6 +156,8 @@ class StepStats(Message, frozen=True, kw_only=True):
     padding_share: float
     wait_seconds: float = 0.0
     """Time the learner waited for this batch."""
+    noise: NoiseStats | None = None
+    """On the batches on which it is measured."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):
@@ -153,6 +170,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
     """Why it was skipped, if it was."""
     fates: dict[str, tuple[int, ...]]
     """Fate -> work ids: trained, zero_signal or stale, each rollout of the batch once."""
+    energies: dict[int, float] = {}
+    """Work id -> squared gradient norm, where the learner measures it."""
     stats: StepStats
 
 
