@@ -169,6 +169,12 @@ def test_a_variance_is_reached_with_fewer_tokens_than_uniform_visits_take() -> N
     assert seen.cost @ rollouts < 8 * seen.cost.sum()
 
 
+def test_a_variance_that_hopeless_prompts_put_out_of_reach_ends_a_run_in_no_error() -> None:
+    hopeless = view(np.full(2, 0.5), np.full(2, 500.0))
+    plan = planned(hopeless, Variance(rollouts=8, relative=0.7))
+    assert plan.rollouts.tolist() == [hopeless.most] * 2
+
+
 def test_at_the_price_of_a_plan_by_tokens_the_plan_is_the_same() -> None:
     seen = learned(2)
     plan = planned(seen, Tokens(rollouts=8, tokens=3000))
@@ -239,7 +245,7 @@ def test_what_cannot_be_done_is_refused() -> None:
         make_policy("raft_risk", {}).plan_rounds(view(np.ones(2), np.ones(2), coefficient="rloo"), Rollouts(rollouts=8))
     with pytest.raises(ValueError, match="round_size = 64 must be at most the 32"):
         make_policy("raft_risk", {"round_size": 64}).plan_rounds(seen, Rollouts(rollouts=8))
-    for budget in (Rollouts(rollouts=33), Tokens(rollouts=8, tokens=50), Variance(rollouts=8, relative=0.01)):
+    for budget in (Rollouts(rollouts=33), Tokens(rollouts=8, tokens=50)):
         with pytest.raises(ValueError, match="out of reach"):
             planned(seen, budget)
     for options in ({"signal_share": 1.0}, {"min_resolved": 1.5}, {"round_size": 0}):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
+import numpy as np
 import pytest
 
 from gvm_stream.allocator import Fate, OnlineAllocator, Reception, Scored, Told, Unscorable
@@ -20,6 +22,11 @@ BAD: list[tuple[Outcome, str]] = [
     (scored(energy=NAN), "energy nan, expected a finite number of at least 0"),
     (scored(energy=INF), "energy inf"),
     (scored(energy=-1.0), "energy -1.0"),
+    # The state could not be saved with these.
+    (scored(cast("float", np.float32(1))), "reward 1.0 of type float32, expected a float"),
+    (scored(True), "reward True of type bool, expected a float"),
+    (scored(energy=np.float64(1)), "energy 1.0 of type float64, expected a float"),
+    (scored(tokens=cast("int", np.int64(5))), "tokens = 5 of type int64, expected an int"),
     (scored(tokens=-1), "-1 tokens, expected 0 or more"),
     (Scored(reward=1.0, tokens=1, seconds=-1.0, oldest_version=0), "-1.0 seconds, expected 0 or more"),
     (Scored(reward=1.0, tokens=1, seconds=NAN, oldest_version=0), "nan seconds"),
@@ -88,6 +95,7 @@ WRONG: list[tuple[Callable[[OnlineAllocator], object], type[Exception], str]] = 
     (lambda a: a.ask(-1, 0), ValueError, "-1 slots were asked for, expected 0 or more"),
     (lambda a: a.add(["new", "train-0"]), ValueError, "prompt 'train-0' is there already"),
     (lambda a: a.add(["new", "new"]), ValueError, "prompt 'new' is there already"),
+    (lambda a: a.add(["new", cast("str", 7)]), ValueError, "prompt 7 of type int, expected a text"),
     (lambda a: a.draw_from([], 0), ValueError, "window = 0 must be at least 1"),
     (lambda a: a.quarantine("nobody"), KeyError, "nobody"),
     (lambda a: a.explain("nobody"), KeyError, "nobody"),
@@ -106,6 +114,7 @@ WRONG: list[tuple[Callable[[OnlineAllocator], object], type[Exception], str]] = 
     ),
     (lambda a: a.settle(1, 2, {Fate.PENDING: range(7, 13)}), ValueError, "pending is not the fate of a settled"),
     (lambda a: a.load_state_dict({**a.state_dict(), "format": 9}), ValueError, "format 9, expected 2"),
+    (lambda a: a.load_state_dict({}), ValueError, "format None, expected 2"),
     (lambda a: a.load_state_dict(allocator(3).state_dict()), ValueError, "other ones than the 5 of this allocator"),
 ]
 
@@ -133,7 +142,7 @@ def test_a_source_that_repeats_itself_is_refused_until_it_is_replaced() -> None:
     a.draw_from(iter(["s0", "train-0", "s1"]), window=4)
     before = state(a)
     for _ in range(2):
-        with pytest.raises(ValueError, match="prompt 'train-0' of the source is there already"):
+        with pytest.raises(ValueError, match="prompt 'train-0' is there already"):
             a.ask(9, 0)
         assert state(a) == before
     a.draw_from(["s0", "s1"], window=4)

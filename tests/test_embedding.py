@@ -73,7 +73,8 @@ def test_the_python_of_the_documentation_runs(policies: None, capsys: pytest.Cap
 
 
 def test_the_documentation_lists_every_policy_with_its_defaults() -> None:
-    rows = {name: row for row in DOCS.splitlines() if (name := row.partition("| `")[2].partition("`")[0]) in POLICIES}
+    table = DOCS.partition("## Policies")[2].partition("\n## ")[0]
+    rows = {name: row for row in table.splitlines() if (name := row.partition("| `")[2].partition("`")[0]) in POLICIES}
     assert rows.keys() == POLICIES.keys()
     for name, policy in POLICIES.items():
         cells = [cell.strip() for cell in rows[name].strip("|").split("|")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import msgspec
@@ -13,15 +14,19 @@ from gvm_stream.allocator import (
     Expired,
     Failed,
     Fate,
+    OnlineAllocator,
+    Plan,
     Price,
     Reception,
     Rollouts,
     Scored,
+    Settings,
     Tokens,
     Told,
     WorkItem,
 )
 from gvm_stream.allocator.arrays import Floats
+from gvm_stream.allocator.budget import AnyBudget
 from gvm_stream.allocator.policies import POLICIES, Policy, View, register
 from tests.allocator_host import (
     allocator,
@@ -193,6 +198,17 @@ def test_late_reports_of_an_expired_attempt_count_only_what_came_after_it() -> N
     assert tell(a, item, scored(tokens=30)) == Told(Reception.DUPLICATE)
     assert a.account.tokens[Fate.FAILED] == 30
     assert a.ask(1, 0)[0].attempt == 1
+
+
+def test_a_policy_that_plans_less_than_nothing_is_refused() -> None:
+    class Debtor(Policy, frozen=True, kw_only=True):
+        def plan(self, view: View, budget: AnyBudget) -> Plan:
+            return Plan(np.full(len(view.prompts), -1), math.nan)
+
+    a = OnlineAllocator(Settings(), seed=0, policy=Debtor())
+    a.add(["one"])
+    with pytest.raises(ValueError, match="plans -1 rollouts for a prompt"):
+        a.ask(1, 0)
 
 
 def test_a_registered_policy_is_planned_by() -> None:

@@ -208,6 +208,8 @@ def test_a_table_and_a_picture_for_people(capsys: Capture, tmp_path: Path) -> No
         (["--policies=nobody"], "policy nobody: policy 'nobody' is unknown"),
         (["--policies=gvm/sequential"], "has no design 'sequential'"),
         (["--steps=0"], "at least 1"),
+        (["--per-prompt=nan"], "--per-prompt = nan must be a finite number"),
+        (["--plot=missing/error.png"], "there is no folder missing"),
         (["--coefficient=ppo"], "Invalid enum value 'ppo'"),
         (["--signal=2"], "signal = 2"),
         (["--allocation.steps=3"], "'allocation.steps' cannot be set here"),

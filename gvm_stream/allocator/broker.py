@@ -18,6 +18,7 @@ from gvm_stream.allocator import picture
 from gvm_stream.allocator.dispatcher import Dispatcher
 from gvm_stream.allocator.peers import Peer, PeerTable
 from gvm_stream.allocator.record import Record
+from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
 from gvm_stream.data.prompts import PromptSet
 from gvm_stream.errors import StreamError
@@ -275,8 +276,13 @@ class Broker:
         work = self.work
         for result in work.evaluation.finished[self._evaluations_recorded :]:
             self._evaluations_recorded += 1
-            generated = work.allocator.account.generated
-            row = self.record.evaluated(result, seconds=self.seconds(now), generated=generated)
+            account = work.allocator.account
+            row = self.record.evaluated(
+                result,
+                seconds=self.seconds(now),
+                generated=account.generated,
+                evaluation=account.tokens[Fate.EVALUATION],
+            )
             self._metrics.set("gvm_heldout_accuracy", row.accuracy)
             log.info("held-out accuracy after %d batches: %.3f", row.step, row.accuracy)
         if self.stopping or self.weights is None:

@@ -90,7 +90,8 @@ class OnlineAllocator:
     # --- prompts ---
 
     def add(self, prompts: Iterable[PromptId]) -> None:
-        """Add prompts; they take part from the next epoch on. Raises ValueError for one that is there already."""
+        """Add prompts; they take part from the next epoch on. Raises ValueError for one that is there already or is not
+        a text; none has been added then."""
         self.roster.add(prompts)
 
     def draw_from(self, source: Iterable[PromptId], window: int) -> None:
@@ -153,8 +154,9 @@ class OnlineAllocator:
         """Take the outcome of an attempt. In any order, twice, or late: what does not count is counted and ignored.
 
         Raises ValueError for a reward that is not finite or outside the declared range, a negative number of tokens or
-        seconds, an energy that is not a finite number of at least 0, or version spans out of order; nothing has
-        changed then.
+        seconds, an energy that is not a finite number of at least 0, numbers of other types than Python's (numpy's
+        would be taken here and refused when the state is saved), or version spans out of order; nothing has changed
+        then.
         """
         if problem := outcome_problem(outcome, self.settings.reward_range):
             raise ValueError(f"work {work}: {problem}")
@@ -257,7 +259,8 @@ class OnlineAllocator:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, all of it: an allocator that loads it continues exactly as this one would."""
+        """Plain data (dicts, lists, text, numbers, bytes: for msgpack or pickle, not JSON): an allocator that loads it
+        continues exactly as this one would."""
         return {
             "format": STATE_FORMAT,
             "roster": self.roster.state_dict(),
@@ -275,8 +278,8 @@ class OnlineAllocator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, given the same settings and seed. Prompts need not be added again; if they were,
         they must be the saved ones. Raises ValueError if the state does not fit."""
-        if state["format"] != STATE_FORMAT:
-            raise ValueError(f"allocator state of format {state['format']}, expected {STATE_FORMAT}")
+        if (found := state.get("format")) != STATE_FORMAT:
+            raise ValueError(f"allocator state of format {found}, expected {STATE_FORMAT}")
         self.roster.load_state_dict(state["roster"])
         self.estimates.load_state_dict(state["estimates"])
         self.planner.load_state_dict(state["planner"])

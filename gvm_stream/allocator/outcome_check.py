@@ -6,17 +6,23 @@ import math
 
 from gvm_stream.allocator.types import Outcome, Scored, Unscorable
 
+NUMBERS = (float, int)
+"""What the saved state can hold; a bool, or a scalar of numpy or torch, it cannot."""
 JUDGED = (Scored, Unscorable)  # a tuple: a union would be built anew with every outcome
 
 
 def outcome_problem(outcome: Outcome, rewards: tuple[float, float] | None = None) -> str:
     """Why an outcome cannot be taken, `rewards` being the declared range; empty if it can."""
+    if type(outcome.tokens) is not int:
+        return f"tokens = {_typed(outcome.tokens)}, expected an int"
     if outcome.tokens < 0:
         return f"{outcome.tokens} tokens, expected 0 or more"
     if isinstance(outcome, JUDGED) and not outcome.seconds >= 0:
         return f"{outcome.seconds} seconds, expected 0 or more"
     if not isinstance(outcome, Scored):
         return ""
+    if type(outcome.reward) not in NUMBERS:
+        return f"reward {_typed(outcome.reward)}, expected a float"
     if not math.isfinite(outcome.reward):
         return f"reward {outcome.reward} is not a finite number"
     if rewards is not None and not rewards[0] <= outcome.reward <= rewards[1]:
@@ -30,4 +36,10 @@ def outcome_problem(outcome: Outcome, rewards: tuple[float, float] | None = None
 
 def energy_problem(energy: float) -> str:
     """Why this cannot be a squared gradient norm; empty if it can."""
+    if type(energy) not in NUMBERS:
+        return f"energy {_typed(energy)}, expected a float"
     return "" if math.isfinite(energy) and energy >= 0 else f"energy {energy}, expected a finite number of at least 0"
+
+
+def _typed(value: object) -> str:
+    return f"{value} of type {type(value).__name__}"

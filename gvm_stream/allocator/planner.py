@@ -65,6 +65,8 @@ class Planner:
         rest = np.flatnonzero(~shadow)
         if len(rest):
             plan = self._apply(view.take(rest))
+            if plan.rollouts.min() < 0:
+                raise ValueError(f"policy {self.settings.policy!r} plans {plan.rollouts.min()} rollouts for a prompt")
             rollouts[rest] = plan.rollouts
             self.price = plan.price
             if plan.rules is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -31,17 +30,13 @@ class Roster:
         self._window = 0
         self._drawn = 0
         """Prompts taken from the source."""
-        self._window_order: deque[int] = deque()
+        self._window_order: dict[int, None] = {}
         """Positions that hold prompts of the source, oldest first."""
 
     def add(self, prompts: Iterable[PromptId]) -> None:
         fresh = list(prompts)
-        for i, prompt in enumerate(fresh):
-            if prompt in self.position:
-                for undone in fresh[:i]:
-                    del self.position[undone]
-                raise ValueError(f"prompt {prompt!r} is there already")
-            self.position[prompt] = len(self.ids) + i
+        self._check_new(fresh)
+        self.position.update(zip(fresh, range(len(self.ids), len(self.ids) + len(fresh)), strict=True))
         self.ids += fresh
         self._grow(len(fresh))
 
@@ -56,7 +51,7 @@ class Roster:
         self, count: int, version: int, readmit_after: int, busy: Callable[[int], bool], exclude: frozenset[int]
     ) -> list[int]:
         """Up to `count` prompts to visit, none twice, none of `exclude`; new ones of the source first. Raises
-        ValueError for a prompt of the source that is there already."""
+        ValueError for a prompt of the source that is there already or is not a text."""
         chosen = self._from_source(count, busy)
         self._readmit(version, readmit_after)
         taken = {*exclude, *chosen}
@@ -117,38 +112,48 @@ class Roster:
         self._order, self._cursor = order, 0
         self._epoch += 1
 
+    def _check_new(self, prompts: list[PromptId]) -> None:
+        seen: set[PromptId] = set()
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompt {prompt!r} of type {type(prompt).__name__}, expected a text")
+            if prompt in self.position or prompt in seen:
+                raise ValueError(f"prompt {prompt!r} is there already")
+            seen.add(prompt)
+
     def _from_source(self, count: int, busy: Callable[[int], bool]) -> list[int]:
         if self._source is None:
             return []
         fresh = list(islice(self._source, count))
-        for i, prompt in enumerate(fresh):
-            if prompt in self.position or prompt in fresh[:i]:
-                self._source = chain(fresh, self._source)
-                raise ValueError(f"prompt {prompt!r} of the source is there already")
+        try:
+            self._check_new(fresh)
+        except ValueError:
+            self._source = chain(fresh, self._source)
+            raise
         if len(fresh) < count:
             self._source = None
         self._drawn += len(fresh)
-        drawn: list[int] = []
-        for prompt in fresh:
-            drawn.append(self._seat(prompt, lambda position: busy(position) or position in drawn))
-        return drawn
+        # The oldest prompts of the source that are not busy make room, once the window is full.
+        free = iter(list(islice((position for position in self._window_order if not busy(position)), len(fresh))))
+        return [
+            self._seat(prompt, next(free, None) if len(self._window_order) >= self._window else None)
+            for prompt in fresh
+        ]
 
-    def _seat(self, prompt: PromptId, busy: Callable[[int], bool]) -> int:
-        """The oldest prompt of the source that is not busy makes room, once the window is full."""
-        free = (position for position in self._window_order if not busy(position))
-        position = next(free, None) if len(self._window_order) >= self._window else None
+    def _seat(self, prompt: PromptId, position: int | None) -> int:
+        """Put a prompt of the source into this position, or a new one."""
         if position is None:
             self.add([prompt])
             position = len(self.ids) - 1
         else:
-            self._window_order.remove(position)
+            del self._window_order[position]
             del self.position[self.ids[position]]
             self.quarantined.discard(position)
             self.retired.pop(position, None)
             self.ids[position] = prompt
             self.position[prompt] = position
             self._reset(position)
-        self._window_order.append(position)
+        self._window_order[position] = None
         return position
 
     # --- state ---
@@ -177,4 +182,4 @@ class Roster:
         self.retired = dict(state["retired"])
         self._epoch, self._cursor, self._drawn = state["epoch"], state["cursor"], state["drawn"]
         self._order = np.frombuffer(state["order"], "<i8").astype(np.int64)
-        self._window_order = deque(state["window_order"])
+        self._window_order = dict.fromkeys(state["window_order"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Run allocation policies in a made-up world with known truth and compare them with the uniform policy at
 equal tokens, first visits and pilots included. variance: the bound mean V / n (raft; V / (n - 1) for rloo) with true
-values, n = 0 taken as 1; mse: the exact error of the gradients made with the coefficients that the library gave out.
+values, V = G^2 / (p + damping/p) (raft) or p (1-p) G^2 (rloo), n = 0 taken as 1; mse: the exact error of the gradients made with the coefficients that the library gave out.
 Both are multiplied with tokens over uniform's, except for the squared bias, which averaging more steps does not
 reduce."""
 
@@ -40,6 +41,7 @@ WORLD = (
     ("energy-sd", float, "0.6", "S", "log-sd of gradient norms between prompts"),
     ("energy-noise", float, "0.5", "S", "log-sd of the energies seen"),
     ("signal", float, "0.3", "X", "share of the energy that is signal"),
+    ("damping", float, "0.001", "X", "alpha of raft's V = G^2 / (p + alpha/p), which the bound is of"),
     ("mean-tokens", float, "200", "N", "mean length of responses"),
     ("cost-sd", float, "0", "S", "log-sd of mean lengths between prompts; above 0 the budget is in tokens"),
     ("length-sd", float, "0.5", "S", "log-sd of lengths within a prompt"),
@@ -90,6 +92,10 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
 
     if min(options.steps, options.seeds, options.slots) < 1:
         raise ConfigError("--steps, --seeds and --slots must be at least 1")
+    if not 1 <= options.per_prompt < math.inf:
+        raise ConfigError(f"--per-prompt = {options.per_prompt} must be a finite number of at least 1")
+    if options.plot is not None and not options.plot.parent.is_dir():
+        raise ConfigError(f"--plot: there is no folder {options.plot.parent}")
     world = _world(options)
     policies = {name: _settings(name, world, options, overrides) for name in ["uniform", *options.policies]}
     results: dict[str, list[Result]] = {name: [] for name in policies}

@@ -27,8 +27,6 @@ from gvm_stream.allocator.types import PromptId
 BLOCK = 4096
 MOST_CERTAIN = 1e-6
 """Acceptance rates stay this far from 0 and 1."""
-DAMPING = 1e-3
-"""alpha of GVM's damped bound G^2 / (p + alpha/p) (arXiv 2505.02391, Prop. 1 with beta = 2)."""
 
 
 class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +42,9 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Log-sd of the energy seen for a rollout around that of its prompt."""
     signal: float = 0.3
     """Share of the energy that is signal, see above."""
+    damping: float = 1e-3
+    """alpha of GVM's damped bound V = G^2 / (p + alpha/p) (arXiv 2505.02391, Prop. 1 with beta = 2); 0: G^2 / p. It is
+    what the bound is reported with, and changes nothing that happens."""
     mean_tokens: float = 200.0
     cost_sd: float = 0.0
     """Log-sd of the mean lengths of prompts."""
@@ -69,7 +70,7 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not np.isfinite(self.length_bias):
             raise ValueError(f"length_bias = {self.length_bias} must be a finite number")
-        for name in ("energy_sd", "energy_noise", "cost_sd", "length_sd", "drift"):
+        for name in ("energy_sd", "energy_noise", "damping", "cost_sd", "length_sd", "drift"):
             if not 0 <= (value := getattr(self, name)) < np.inf:
                 raise ValueError(f"{name} = {value} must be a finite number of at least 0")
         for name in ("signal", "verifier_noise", "flaky", "crashes", "unscorable"):
@@ -175,7 +176,7 @@ class World:
             success, failure, target, variance = (1 - p) * size, -p * size, p * (1 - p) * size, p * (1 - p) * energy
         else:
             success, failure, target = size, -size * np.minimum(1, p / (1 - p)), size
-            variance = energy / (p + DAMPING / p)
+            variance = energy / (p + self.settings.damping / p)
         cost = self._length * (p * self._shorter + 1 - p)
         return Truth(p, success, failure, energy - success**2, energy - failure**2, target, variance, cost)
 

@@ -63,10 +63,10 @@ class View:
     """Sequential design: what the planned price has to be multiplied with to meet the budget, learned from steps."""
     rng: np.random.Generator
 
-    def variance(self) -> Floats:
-        """w^2 E[V]: posterior mean variance per rollout of the estimator in use."""
+    def variance(self, alpha: float = 1e-3) -> Floats:
+        """w^2 E[V]: posterior mean variance per rollout of the estimator in use; `alpha` damps that of raft."""
         if self.coefficient == "raft":
-            v = raft_variance(self.posterior, self.energy_success)
+            v = raft_variance(self.posterior, self.energy_success, alpha)
         else:
             v = rloo_variance(self.posterior, self.energy_success, self.energy_failure)
         return self.weight**2 * v

@@ -91,6 +91,8 @@ class Neyman(Policy, frozen=True, kw_only=True):
     The mean, not a plug-in estimate: the variance of the batch is linear in V_i, and the p_hat of a few rollouts is
     often 0 or 1, where the plug-in is 0.
 
+    With raft V is damped as that of `Gvm`, with beta = 2. The less `alpha`, the more rollouts go to hopeless prompts.
+
     Sequential: rounds of `round_size` until another round lowers the expected variance by less than the price of the
     planned allocation. Own counts decide when to stop, which the class-conditional coefficients of that design undo.
     """
@@ -98,13 +100,15 @@ class Neyman(Policy, frozen=True, kw_only=True):
     designs = ("planned", "sequential")
 
     round_size: int = 4
+    alpha: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.round_size < 2:
             raise ValueError(f"round_size = {self.round_size} must be at least 2, the fewest rollouts of a visit")
+        _check_damping(self.alpha, 2.0)
 
     def values(self, view: View) -> Floats:
-        return view.variance()
+        return view.variance(self.alpha)
 
     def plan_rounds(self, view: View, budget: AnyBudget) -> Plan:
         """Raises ValueError for the coefficient raft, and for a round that does not fit the bounds of a visit."""

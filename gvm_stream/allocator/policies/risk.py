@@ -47,7 +47,8 @@ class RaftRisk(Policy, frozen=True, kw_only=True):
             raise ValueError(f"round_size = {self.round_size} must be at least 1")
 
     def plan(self, view: View, budget: AnyBudget) -> Plan:
-        """Raises ValueError for another coefficient than raft, and a budget out of reach."""
+        """Raises ValueError for another coefficient than raft, and a budget out of reach. Where a variance is, every
+        prompt gets the most."""
         if view.coefficient != "raft":
             raise ValueError(f"raft_risk allocates rollouts for the coefficient raft, not for {view.coefficient}")
         count = len(view.prompts)
@@ -69,7 +70,9 @@ class RaftRisk(Policy, frozen=True, kw_only=True):
                 saved = np.cumsum(np.where(np.isfinite(per_token), per_token, 0) * cost[prompt])
                 excess = risk[np.arange(count), floor].sum() - relative * risk[:, round(rollouts)].sum()
                 enough = 1 + int(np.sum(np.maximum.accumulate(saved) < excess * (1 - SLACK)))
-                granted = max(enough, int(floor.sum()))
+                # No number of rollouts lowers the risk of hopeless prompts. A variance may so get out of reach in the
+                # middle of a run, which then goes on with all that a visit may have.
+                granted = min(max(enough, int(floor.sum())), count * view.most)
             case Price(price=price):
                 granted = int(np.sum(per_token >= price))
         if not count * view.least <= granted <= count * view.most:
