@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -179,7 +180,8 @@ def test_a_loaded_state_begins_with_the_step_that_was_not_finished() -> None:
     [
         (np.zeros((12, 3)), np.zeros((12, 4), np.int64), r"rewards are \(12, 3\) and tokens \(12, 4\), expected"),
         (np.full((12, 4), np.inf), np.zeros((12, 4), np.int64), "finite number from -inf to inf"),
-        (np.zeros((12, 4)), np.full((12, 4), -1), "tokens must be 0 or more"),
+        (np.zeros((12, 4)), np.full((12, 4), -1), "tokens must be an integer of at least 0"),
+        (np.zeros((12, 4)), cast("Ints", np.ones((12, 4))), "tokens must be an integer of at least 0"),
     ],
 )
 def test_bad_outcomes_change_nothing(rewards: Floats, tokens: Ints, message: str) -> None:

@@ -143,6 +143,15 @@ def test_neyman_prefers_prompts_that_are_neither_solved_nor_hopeless() -> None:
     assert even > hard == easy > hopeless == solved >= 2
 
 
+@pytest.mark.parametrize("policy", ["neyman", "gvm"])
+def test_with_less_damping_hopeless_prompts_get_more_rollouts(policy: str) -> None:
+    seen = view([(0.5, 200.0), (20.0, 20.0)], coefficient="raft")
+    hopeless = [
+        make_policy(policy, {"alpha": alpha}).plan(seen, Rollouts(rollouts=8)).rollouts[0] for alpha in (1e-3, 1e-6)
+    ]
+    assert hopeless[1] > hopeless[0]
+
+
 def test_neyman_spends_more_on_what_is_uncertain_than_on_what_is_known() -> None:
     doubtful, known = rollouts("neyman", view([(0.5, 2.5), (0.5, 60.5)]), Rollouts(rollouts=8))
     assert doubtful > known

@@ -183,6 +183,13 @@ def test_the_oracle_is_no_worse_than_uniform(coefficient: Coefficient, least: in
     assert oracle_over_uniform(world, (least + most) / 2, 1 + world.offset, 100) <= gain + 1e-9
 
 
+def test_the_bound_of_raft_may_be_taken_without_damping() -> None:
+    damped, plain = world_of("raft").truth(0), world_of("raft", damping=0.0).truth(0)
+    energy = world_of("raft").energy
+    assert np.allclose(plain.variance, energy / plain.acceptance)
+    assert np.allclose(damped.variance, energy / (damped.acceptance + 1e-3 / damped.acceptance))
+
+
 def test_resolved_shares_are_kept_apart_by_difficulty() -> None:
     world = world_of("raft")
     measured = measure(world, uniform_steps(world, 200))

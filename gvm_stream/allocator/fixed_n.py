@@ -109,10 +109,12 @@ class FixedGroups:
         low, high = allocator.settings.reward_range or (-np.inf, np.inf)
         if not np.all(np.isnan(rewards) | (np.isfinite(rewards) & (low <= rewards) & (rewards <= high))):
             raise ValueError(f"a reward must be a finite number from {low:g} to {high:g}, or NaN for no verdict")
-        if np.any(tokens < 0):
-            raise ValueError("a number of tokens must be 0 or more")
+        if tokens.dtype.kind not in "iu" or np.any(tokens < 0):
+            raise ValueError("a number of tokens must be an integer of at least 0")
         version, items = self._sampling.popleft()
-        for item, reward, length in zip(items, rewards.ravel().tolist(), tokens.ravel().tolist(), strict=True):
+        for item, reward, length in zip(
+            items, rewards.astype(np.float64).ravel().tolist(), tokens.ravel().tolist(), strict=True
+        ):
             allocator.tell(
                 item.work,
                 item.attempt,

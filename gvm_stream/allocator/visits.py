@@ -157,7 +157,7 @@ class Visits:
         self._measure(self.steps[step])
         for _, work, _ in fates:
             del self._pending[work]
-        for fate in {fate for fate, _, _ in fates}:
+        for fate in dict.fromkeys(fate for fate, _, _ in fates):
             tokens = [tokens for of, _, tokens in fates if of is fate]
             self._account.move(Fate.PENDING, fate, sum(tokens), len(tokens))
         for number in self.steps.pop(step).visits:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Run allocation policies in a made-up world with known truth and compare them with the uniform policy at
 equal tokens, first visits and pilots included. variance: the bound mean V / n (raft; V / (n - 1) for rloo) with true
-values, V = G^2 / (p + damping/p) (raft) or p (1-p) G^2 (rloo), n = 0 taken as 1; mse: the exact error of the gradients made with the coefficients that the library gave out.
-Both are multiplied with tokens over uniform's, except for the squared bias, which averaging more steps does not
-reduce."""
+values, V = G^2 / (p + damping/p) (raft) or p (1-p) G^2 (rloo), n = 0 taken as 1; mse: the exact error of the gradients
+made with the coefficients that the library gave out. Both are multiplied with tokens over uniform's, except for the
+squared bias, which averaging more steps does not reduce."""
 
 
 def _names(text: str) -> list[str]:
