@@ -16,7 +16,7 @@ from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.verify.verdict import VerdictScored, VerdictUnscorable, VerifyItem
 from tests.test_verify_pool import descendants
 
-LIMITS = CodeSection(cpu_s=1.0, wall_s=1.5, memory_mib=256, output_kib=64)
+LIMITS = CodeSection(cpu_s=1.0, wall_s=5.0, memory_mib=256, output_kib=64)
 DOUBLE = json.dumps({"tests": [{"stdin": "3\n", "stdout": "6\n"}, {"stdin": "-1\n", "stdout": "-2\n"}]})
 ASSERTS = json.dumps({"asserts": "assert f(2) == 4\ndef check(candidate):\n    assert candidate(0) == 0", "entry": "f"})
 DAEMON = "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: pass\n"
