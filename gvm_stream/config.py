@@ -235,6 +235,7 @@ class Derived(msgspec.Struct, frozen=True):
     """What a configuration implies."""
 
     rollouts_per_step: int
+    """On average, where the policy keeps to the budget in rollouts."""
     most_in_flight: int
     """Rollouts issued and not yet trained on, at the most: (max_lag + 1) batches."""
     worst_case_lag: int
@@ -246,8 +247,15 @@ class Derived(msgspec.Struct, frozen=True):
 
 def derived(config: Config) -> Derived:
     allocation = config.allocation
+    from gvm_stream.allocator.policies import make_policy
+
     budget = step_budget(allocation)
-    in_flight = (allocation.max_lag + 1) * budget
+    design = allocation.design
+    if design == "auto":
+        design = make_policy(allocation.policy, allocation.options).designs[0]
+    exact = allocation.budget == "rollouts" and design == "planned"
+    most = budget if exact else allocation.prompts_per_step * allocation.max_rollouts
+    in_flight = (allocation.max_lag + 1) * most
     slots = config.run.producers * config.producer.slots
     return Derived(budget, in_flight, allocation.max_lag, slots, min(slots, in_flight))
 

@@ -89,11 +89,13 @@ class EnergyModel:
             # at least one part in MAX_RATIO of the typical energy per token.
             least[success] = (sums[2] - sums[1]) / sums[0] - LOG_MAX_RATIO
             sums[:] = [keep * total for total in sums]
-        xs = []
-        for success, tokens, energy in visit:
+        logs = []
+        for success, tokens, energy in visit:  # no min and max: this loop is what the allocator's speed depends on
             x = log(tokens) if tokens > 1 else 0.0
-            y = max(log(energy) if energy > LEAST else LOG_LEAST, x + least[success])
-            xs.append(x)
+            y = log(energy) if energy > LEAST else LOG_LEAST
+            logs.append((x, y))
+            if y < x + least[success]:
+                y = x + least[success]
             sums = self._sums[success]
             sums[0] += 1
             sums[1] += x
@@ -102,12 +104,17 @@ class EnergyModel:
             sums[4] += x * y
         lines = {True: self.line(True), False: self.line(False)}
         clipped, ratios = [], []
-        for x, (success, _, energy) in zip(xs, visit, strict=True):
+        for (x, y), (success, _, energy) in zip(logs, visit, strict=True):
             line = lines[success]
-            typical = exp(line.intercept + line.slope * x)
-            ratio = min(max(energy / typical, 1 / MAX_RATIO), MAX_RATIO)
+            typical = line.intercept + line.slope * x
+            ratio = y - typical
+            if -LOG_MAX_RATIO <= ratio <= LOG_MAX_RATIO:
+                ratio = exp(ratio)
+                clipped.append(energy)
+            else:
+                ratio = MAX_RATIO if ratio > 0 else 1 / MAX_RATIO
+                clipped.append(ratio * exp(typical))
             self._sums[success][5] += ratio
-            clipped.append(ratio * typical)
             ratios.append(ratio)
         mean = {True: self._mean_ratio(True), False: self._mean_ratio(False)}
         self._observe_spread([ratio / mean[success] for ratio, (success, _, _) in zip(ratios, visit, strict=True)])
