@@ -1,4 +1,4 @@
-"""`OnlineAllocator` in an asyncio program: python -m examples.embed_asyncio
+"""`OnlineAllocator` in an asyncio program: python examples/embed_asyncio.py
 
 Rollouts run side by side, end in any order, crash, and are cancelled once their visit is over, beside a learner.
 Nothing polls: either side sleeps on an event that the other one sets.
@@ -7,8 +7,12 @@ Nothing polls: either side sleeps on an event that the other one sets.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the module that both examples share
 
 from examples.tiny_policy import EngineError, TinyPolicy, report
 from gvm_stream.allocator import Cancelled, Failed, OnlineAllocator, Settings, WorkItem

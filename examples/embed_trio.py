@@ -1,4 +1,4 @@
-"""`OnlineAllocator` in a trio program: python -m examples.embed_trio
+"""`OnlineAllocator` in a trio program: python examples/embed_trio.py
 
 As many samplers as there are slots make one rollout after the other, each in a cancel scope of its own, and a learner
 trains beside them. Who has nothing to do parks until something has changed.
@@ -6,7 +6,12 @@ trains beside them. Who has nothing to do parks until something has changed.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import trio
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the module that both examples share
 
 from examples.tiny_policy import EngineError, TinyPolicy, report
 from gvm_stream.allocator import Cancelled, Failed, OnlineAllocator, Settings, WorkItem

@@ -33,7 +33,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["asyncio", "trio"])
 def test_a_host_learns(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"examples.embed_{name}"],
+        [sys.executable, "-W", "error", f"examples/embed_{name}.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
