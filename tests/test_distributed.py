@@ -171,7 +171,14 @@ def test_an_error_of_one_rank_ends_the_others_with_its_reason(tmp_path: Path) ->
 
 
 def test_a_run_on_two_ranks_is_interrupted_and_resumed(tmp_path: Path) -> None:
-    given = overrides(tmp_path, run__steps="12", learner__checkpoint_every="4")
+    given = overrides(
+        tmp_path,
+        run__steps="12",
+        learner__checkpoint_every="4",
+        allocation__prompts_per_step="8",
+        allocation__rollouts_per_prompt="4",
+        eval__prompts="20",
+    )
     common = ["--config", str(CONFIG), *given]
     with (
         started(["allocator", *common], tmp_path / "allocator.txt") as allocator,
