@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from transformers import PreTrainedModel
 
 from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
+from gvm_stream.learner import random_states
 from gvm_stream.learner.batch import BatchPlan, MicroBatch, Row, pack, padding_share, plan_batch
 from gvm_stream.learner.distributed import Ranks, balance
 from gvm_stream.learner.figures import Figures, named
@@ -134,14 +133,11 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Moments (the very tensors), counters (the learning rate follows from them) and random states of this rank."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        cuda = torch.cuda.get_rng_state() if self._device.type == "cuda" else None
         return {
             "optimizer": {names[id(parameter)]: state for parameter, state in self._optimizer.state.items()},
             "trained_steps": self.trained_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
-            f"random_{self._ranks.rank}": pickle.dumps(
-                (random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-            ),
+            f"random_{self._ranks.rank}": random_states.capture(self._device),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,12 +148,7 @@ class Trainer:
         self.trained_steps = state["trained_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if content := state.get(f"random_{self._ranks.rank}"):
-            python, numpy, cpu, cuda = pickle.loads(content)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(cpu)
-            if cuda is not None and self._device.type == "cuda":
-                torch.cuda.set_rng_state(cuda)
+            random_states.restore(content, self._device)
 
     def _parts(self, step: int, groups: Sequence[TrainGroup], plan: BatchPlan) -> list[_Part]:
         """One part, or many on a step whose gradient noise is measured."""
