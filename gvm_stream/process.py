@@ -44,9 +44,10 @@ def leaf_error(group: BaseExceptionGroup[BaseException]) -> GvmStreamError | Non
     return found if isinstance(found, GvmStreamError) else None
 
 
-async def set_on_signal(event: trio.Event) -> None:
+async def set_on_signal(event: trio.Event, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
     """Set `event` on the first SIGINT or SIGTERM; end the process at once on the second."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         async for number in signals:
             if event.is_set():
                 signal.signal(number, signal.SIG_DFL)

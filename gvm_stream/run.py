@@ -90,10 +90,10 @@ class Supervisor:
         children = [self.allocator, self._learner, *self._producers]
         try:
             async with trio.open_nursery() as nursery:
+                interrupted = trio.Event()
+                await nursery.start(set_on_signal, interrupted)  # before there is anything to leave behind
                 for child in children:
                     await child.start()
-                interrupted = trio.Event()
-                nursery.start_soon(set_on_signal, interrupted)
                 nursery.start_soon(self._stop_when_told, interrupted)
                 nursery.start_soon(self._watch_learner)
                 for child in self._producers:
