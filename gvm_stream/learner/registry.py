@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
+
+from gvm_stream.user_code import NotImportable, import_path
 
 T = TypeVar("T", bound=msgspec.Struct)
 C = TypeVar("C", bound=type[msgspec.Struct])
@@ -38,7 +37,7 @@ class Registry(Generic[T]):
         """The one called `name`, or at the import path `module:Class`, with these hyper-parameters; what is left out
         has its default. Raises ValueError for an unknown name, a path that cannot be imported, a bad option."""
         if ":" in name:
-            found = self._checked(_import(name, self._key), name)
+            found = self._imported(name)
         elif name in self.classes:
             found = self.classes[name]
         else:
@@ -51,17 +50,14 @@ class Registry(Generic[T]):
             fields = ", ".join(found.__struct_fields__) or "no options"
             raise ValueError(f'{self._key}_options{where.rstrip("`")}: {text}; "{name}" has {fields}') from error
 
+    def _imported(self, path: str) -> type[T]:
+        try:
+            found = import_path(path)
+        except NotImportable as error:
+            raise ValueError(f'{self._key} = "{path}" cannot be imported: {error}') from error
+        return self._checked(found, path)
+
     def _checked(self, found: object, name: str) -> type[T]:
         if not isinstance(found, type) or not issubclass(found, self._base):
             raise ValueError(f'{self._key} = "{name}" must be a subclass of {self._base.__name__}, got {found!r}')
         return found
-
-
-def _import(path: str, key: str) -> object:
-    module, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(f'{key} = "{path}" cannot be imported: {type(error).__name__}: {error}') from error

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import http.client
-import importlib
 import math
 import numbers
-import os
 import random
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +16,7 @@ import msgspec
 
 from gvm_stream.config import HttpSection, VerifierSection
 from gvm_stream.errors import ConfigError
+from gvm_stream.user_code import NotImportable, import_path
 from gvm_stream.verify.verdict import Verdict, VerdictScored, VerdictUnscorable, VerifyItem
 
 RETRIED = frozenset({408, 429})
@@ -39,17 +37,10 @@ def python(settings: VerifierSection, item: VerifyItem) -> Verdict:
 @functools.cache
 def load_function(path: str) -> Callable[[str, str], object]:
     """Import `module:function`; the current folder comes after the import path. ConfigError if there is none."""
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        function: object = importlib.import_module(module_name)
-        for attribute in name.split("."):
-            function = getattr(function, attribute)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(
-            f"verifier.function = {path!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        function = import_path(path)
+    except NotImportable as error:
+        raise ConfigError(f"verifier.function = {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise ConfigError(f"verifier.function = {path!r} is of type {type(function).__name__}, expected a function")
     return function
