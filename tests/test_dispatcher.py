@@ -156,6 +156,7 @@ def test_energies_come_from_the_learner_or_from_producers_never_from_both() -> N
         assert batch is not None
         works = [r.work for group in batch.groups for r in group.rollouts]
         d.settle(msgspec.structs.replace(done(batch, 1), energies=dict.fromkeys(works, 7.0) | {works[0]: math.nan}))
+        assert counted(d, "gvm_messages_refused_total") == 1
         seen[energies] = d.allocator.explain(batch.groups[0].prompt).energy_success
     assert seen["off"] > 1e5
     assert seen["lm_head"] < 20

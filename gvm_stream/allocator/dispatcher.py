@@ -129,7 +129,10 @@ class Dispatcher:
     def settle(self, done: m.StepDone) -> None:
         """The learner is done with a batch. Raises ValueError if its account of it does not fit."""
         for work, energy in done.energies.items():
-            if not energy_problem(energy):
+            if problem := energy_problem(energy):
+                log.warning("the learner's energy of work %d is not used: %s", work, problem)
+                self._metrics.count("gvm_messages_refused")
+            else:
                 self.allocator.observe_energy(work, energy)
         self.allocator.settle(done.step, done.version, {Fate(name): works for name, works in done.fates.items()})
         for works in done.fates.values():

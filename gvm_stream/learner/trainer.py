@@ -123,7 +123,7 @@ class Trainer:
             noise=_stats(noise) if noise and not reason else None,
         )
         energies = {}
-        if self._config.learner.energies == "lm_head":
+        if self._config.learner.energies == "lm_head" and not reason:
             energies = dict(zip(figures.work.astype(int).tolist(), figures.energy.tolist(), strict=True))
         fates = _nothing_trained(plan.fates) if reason else plan.fates
         return StepResult(

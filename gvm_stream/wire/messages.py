@@ -176,7 +176,8 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
 
 
 class Checkpointed(Message, tag="checkpointed", frozen=True, kw_only=True):
-    """A complete checkpoint of the state after `step` batches is on disk."""
+    """A checkpoint of the state after `step` batches is being written, while training goes on: the allocator saves its
+    own state of this moment. The first one of a run is complete when this is sent."""
 
     step: int
     version: int

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from gvm_stream.allocator.arrays import Floats, Ints
-from gvm_stream.allocator.budget import AnyBudget
+from gvm_stream.allocator.budget import AnyBudget, Rollouts
 from gvm_stream.allocator.planning import Plan, allocate
 from gvm_stream.allocator.posterior import Posterior
 from gvm_stream.allocator.stopping import StoppingRule
@@ -76,6 +76,10 @@ class View:
         rows = ("prompts", "energy_success", "energy_failure", "cost", "weight", "visits")
         taken = {name: getattr(self, name)[indices] for name in rows}
         return replace(self, posterior=self.posterior.take(indices), **taken)
+
+    def charged(self, budget: AnyBudget) -> Floats:
+        """Tokens that a rollout counts for. A budget in rollouts is one in which each costs the same."""
+        return np.full_like(self.cost, self.cost.mean()) if isinstance(budget, Rollouts) else self.cost
 
     @property
     def offset(self) -> int:

@@ -116,8 +116,7 @@ class Neyman(Policy, frozen=True, kw_only=True):
             raise ValueError("neyman stops rloo visits only; with raft use the policy raft_risk")
         if not view.least <= self.round_size <= view.most:
             raise ValueError(f"round_size = {self.round_size} must be from {view.least} to {view.most} rollouts")
-        # A number of rollouts is a budget in which each costs the same.
-        cost = np.ones_like(view.cost) if isinstance(budget, Rollouts) else view.cost
+        cost = view.charged(budget)
         variance = view.variance()
         planned = allocate(variance, cost, budget, least=view.least, most=view.most, offset=view.offset)
         price = budget.price if isinstance(budget, Price) else planned.price

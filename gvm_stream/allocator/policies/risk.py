@@ -55,7 +55,7 @@ class RaftRisk(Policy, frozen=True, kw_only=True):
         none = none_accepted(view.posterior, view.most)
         risk = _scale(view)[:, None] * raft_risk(none, self.signal_share).total()
         floor = np.maximum(view.least, rollouts_to_resolve(none, math.floor(budget.rollouts), self.min_resolved))
-        cost = _cost(view, budget)
+        cost = view.charged(budget)
         # By number of rollouts first, so that equal prompts take turns.
         per_token = (decreases(risk, floor) / cost[:, None]).T.ravel()
         order = np.argsort(-per_token, kind="stable")
@@ -92,7 +92,7 @@ class RaftRisk(Policy, frozen=True, kw_only=True):
         scale = _scale(view)
         threshold = np.ones(len(scale))
         if math.isfinite(price):
-            np.divide(price * view.price_factor * _cost(view, budget), scale, out=threshold, where=scale > 0)
+            np.divide(price * view.price_factor * view.charged(budget), scale, out=threshold, where=scale > 0)
         patience = math.ceil(self.min_resolved * budget.rollouts)
         rounds = view.most // self.round_size
         a, b = view.posterior.matched()
@@ -114,8 +114,3 @@ class RaftRisk(Policy, frozen=True, kw_only=True):
 
 def _scale(view: View) -> Floats:
     return view.weight**2 * view.energy_success
-
-
-def _cost(view: View, budget: AnyBudget) -> Floats:
-    """Tokens per rollout. A number of rollouts is a budget in which each costs the same."""
-    return np.full_like(view.cost, view.cost.mean()) if isinstance(budget, Rollouts) else view.cost
