@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Meta
 
 Aggregate = Literal["seq_sum", "seq_mean", "seq_const", "token_mean", "delta_l"]
+KlEstimator = Literal["k1", "k2", "k3"]
+DEVICE = r"^(cpu|cuda(:\d+)?)$"
 
 
 class LearnerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,11 +17,11 @@ class LearnerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str,
         Meta(
             description="What a rollout is worth: allocated (as the allocator planned), rloo, raft, grpo, dr_grpo, "
-            "opo, shrunken, order_stat, bnpo, reinforce_pp, or your own as module:Class."
+            "opo, opob, otb, shrunken, order_stat, bnpo, reinforce_pp, or your own as module:Class."
         ),
     ] = "allocated"
     advantage_options: Annotated[
-        dict[str, Any], Meta(description="Hyper-parameters of the advantage: order_stat has size and top.")
+        dict[str, Any], Meta(description="Hyper-parameters of the advantage: order_stat: size, top; opob and otb: cap.")
     ] = {}
     loss: Annotated[
         str,
@@ -44,6 +46,25 @@ class LearnerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "seq_sum"
     delta_l_power: Annotated[float, Meta(ge=0, description="Published: 1 and 0.75.")] = 1.0
+    kl_coefficient: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Weight of the KL divergence from the start model, added to the loss token by token and "
+            "aggregated like it; a frozen copy of that model is kept. 0: none.",
+        ),
+    ] = 0.0
+    kl_estimator: Annotated[
+        KlEstimator,
+        Meta(
+            description="What its gradient is of: k1, KL(policy || start) of whole responses, with much noise; k2, the "
+            "same of each token given those before it; k3, KL(start || policy) of each token, as in GRPO."
+        ),
+    ] = "k2"
+    entropy_bonus: Annotated[
+        float,
+        Meta(ge=0, description="Weight of the entropy of the policy at every token, taken off the loss; 0: none."),
+    ] = 0.0
     lr: Annotated[float, Meta(gt=0, description="Learning rate of AdamW.")] = 1e-6
     betas: Annotated[tuple[float, float], Meta(description="AdamW betas.")] = (0.9, 0.95)
     weight_decay: Annotated[
@@ -88,12 +109,15 @@ class LearnerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gradient_checkpointing: Annotated[
         bool, Meta(description="Keep no activations of layers: a third more computation for far less memory.")
     ] = False
-    device: Annotated[str, Meta(description="torch device of the learner.")] = "cpu"
+    device: Annotated[str, Meta(pattern=DEVICE, description="torch device of the learner.")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="torch threads of the learner on a CPU.")] = 1
     checkpoint_every: Annotated[int, Meta(ge=1, description="Batches between checkpoints; one is made at the end.")] = (
         50
     )
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
+    keep_checkpoints: Annotated[
+        int,
+        Meta(ge=2, description="Newest checkpoints kept, in case the last one is damaged."),
+    ] = 2
     max_skipped: Annotated[
         int, Meta(ge=1, description="Batches in a row without a usable gradient before training stops with the reason.")
     ] = 20

@@ -20,14 +20,18 @@ from gvm_stream.learner.advantages import (
     Bnpo,
     DrGrpo,
     Group,
+    Measured,
     Opo,
+    Opob,
     OrderStat,
+    Otb,
     Raft,
     Rloo,
     Shrunken,
 )
 
 NAMES = sorted(ADVANTAGES.classes)
+MEASURED = [name for name in NAMES if ADVANTAGES.classes[name].measured]
 COMPARING = [name for name in NAMES if ADVANTAGES.classes[name].compares]
 
 
@@ -132,6 +136,8 @@ REFERENCES: dict[str, Reference] = {
     "dr_grpo": lambda batch, g, j: float(g.rewards[j]) - statistics.fmean(g.rewards),
     "rloo": lambda batch, g, j: float(g.rewards[j]) - statistics.fmean(others(g.rewards, j)),
     "opo": opo,
+    "opob": lambda batch, g, j: float(g.rewards[j]) - statistics.fmean(others(g.rewards, j)),  # until measured
+    "otb": lambda batch, g, j: float(g.rewards[j]) - statistics.fmean(others(g.rewards, j)),
     "shrunken": shrunken,
     "order_stat": order_stat(4, 1),
     "bnpo": bnpo,
@@ -210,6 +216,93 @@ def test_reinforce_pp_knows_no_prompts_only_the_batch() -> None:
     assert hard == pytest.approx([-math.sqrt(3) / 2] * 2)
 
 
+# Advantages that look at the rollouts through the learner's policy.
+tokens_seen = st.lists(st.tuples(st.floats(-2, 2), st.floats(1e-3, 10)), min_size=1, max_size=5)
+
+
+@st.composite
+def measured_groups(draw: st.DrawFn, by: str) -> tuple[Group, Measured]:
+    rewards = draw(st.lists(quarters, min_size=2, max_size=6))
+    seen = [draw(tokens_seen) for _ in rewards]
+    ratios, energies = ([np.array([pair[k] for pair in row]) for row in seen] for k in (0, 1))
+    measured = Measured(ratios, energies if by == "token" else [each[:1] for each in energies])
+    return group(rewards, [len(row) for row in seen]), measured
+
+
+def opob(g: Group, m: Measured, cap: float, j: int, t: int) -> float:
+    weights = [min(math.exp(sum(ratios)), cap) ** 2 * e for ratios, (e,) in zip(m.log_ratios, m.energies, strict=True)]
+    rest = [k for k in range(len(weights)) if k != j]
+    return float(g.rewards[j] - sum(weights[k] * g.rewards[k] for k in rest) / sum(weights[k] for k in rest))
+
+
+def otb(g: Group, m: Measured, cap: float, j: int, t: int) -> float:
+    t = min(t, max(len(m.log_ratios[k]) for k in range(len(g.rewards)) if k != j) - 1)
+    total = baseline = 0.0
+    for k in range(len(g.rewards)):
+        if k != j and t < len(m.log_ratios[k]):
+            pairs = zip(m.log_ratios[k][: t + 1], m.energies[k], strict=False)
+            so_far = sum(min(math.exp(ratio), cap) ** 2 * e for ratio, e in pairs)
+            total += so_far
+            baseline += so_far * g.rewards[k]
+    return float(g.rewards[j]) - baseline / total
+
+
+MEASURED_REFERENCES = {"opob": opob, "otb": otb}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@given(data=st.data(), cap=st.sampled_from([0.5, 2.0, math.inf]))
+def test_measured_estimators_equal_their_slow_reference(name: str, data: st.DataObject, cap: float) -> None:
+    estimator = ADVANTAGES.make(name, {"cap": cap})
+    g, measured = data.draw(measured_groups(estimator.measured))
+    for j, found in enumerate(estimator.of_measured(g, measured)):
+        assert len(found) == len(measured.energies[j])
+        expected = [MEASURED_REFERENCES[name](g, measured, cap, j, t) for t in range(len(found))]
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def even(by: str, lengths: list[int], energies: list[float]) -> Measured:
+    """On policy; the energy of a response spread over its tokens."""
+    by_token = [np.full(length, energy / length) for length, energy in zip(lengths, energies, strict=True)]
+    whole = [np.array([energy]) for energy in energies]
+    return Measured([np.zeros(length) for length in lengths], by_token if by == "token" else whole)
+
+
+@pytest.mark.parametrize("estimator", [Opob(), Otb()])
+def test_rollouts_of_equal_energy_have_the_baseline_of_rloo(estimator: Advantage) -> None:
+    g = group([1, 0, 0, 0.5], [3] * 4)
+    found = estimator.of_measured(g, even(estimator.measured, [3] * 4, [0.7] * 4))
+    for of_rollout, expected in zip(found, advantages("rloo", g)[0], strict=True):
+        np.testing.assert_allclose(of_rollout, expected)
+
+
+def test_energies_in_proportion_to_length_make_opob_opo() -> None:
+    g = group([1, 0, 0, 0.5], [3, 9, 1, 20])
+    found = Opob().of_measured(g, even("response", [3, 9, 1, 20], [0.3, 0.9, 0.1, 2.0]))
+    np.testing.assert_allclose(np.concatenate(found), advantages("opo", g)[0])
+
+
+def test_past_the_last_token_of_the_others_their_last_baseline_stays() -> None:
+    long, short, middle = Otb().of_measured(group([1, 1, 0], [4, 1, 2]), even("token", [4, 1, 2], [4.0, 1.0, 2.0]))
+    assert long.tolist() == [0.5, 1, 1, 1]
+    assert short.tolist() == [0.5]
+    assert middle.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("estimator", [Opob(), Otb()])
+@pytest.mark.parametrize("energies", [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+def test_responses_that_the_policy_is_certain_of_have_a_baseline(estimator: Advantage, energies: list[float]) -> None:
+    found = estimator.of_measured(group([1, 1, 0], [2, 2, 2]), even(estimator.measured, [2, 2, 2], energies))
+    np.testing.assert_allclose(found[0], 0.5)
+
+
+def test_ratios_of_long_responses_do_not_underflow() -> None:
+    ratios = [np.full(500, -2.0), np.full(500, -2.1), np.full(500, -3.0)]
+    measured = Measured(ratios, [np.ones(1)] * 3)
+    found = Opob().of_measured(group([1, 0, 0.5], [500] * 3), measured)
+    np.testing.assert_allclose(np.concatenate(found), [1, -1, -0.5])
+
+
 # A softmax policy over four responses of different rewards and lengths. All samples of n of them are enumerated, so
 # that the mean of an estimator is exact.
 THETA = np.array([0.4, -0.8, 0.1, -0.2])
@@ -253,3 +346,61 @@ def test_the_mean_gradient_of_order_statistics_is_that_of_pass_at_k(n: int, size
 def test_a_mean_that_includes_the_rollout_shrinks_the_gradient() -> None:
     found = mean_gradient(DrGrpo(), 4)
     np.testing.assert_allclose(found, 3 / 4 * PI * (REWARD - PI @ REWARD), atol=1e-12)
+
+
+def test_opob_is_unbiased_off_policy() -> None:
+    """Samples of an older policy, with exact importance weights."""
+    old = np.exp(1.5 * THETA[::-1])
+    old /= old.sum()
+    ratio = PI / old
+    total = np.zeros(4)
+    for actions in itertools.product(range(4), repeat=3):
+        picked = list(actions)
+        measured = Measured(list(np.log(ratio[picked])[:, None]), list((SCORES[picked] ** 2).sum(1, keepdims=True)))
+        a = np.concatenate(Opob(cap=math.inf).of_measured(group(REWARD[picked].tolist()), measured))
+        total += np.prod(old[picked]) * (ratio[picked] * a) @ SCORES[picked] / 3
+    np.testing.assert_allclose(total, PI * (REWARD - PI @ REWARD), atol=1e-12)
+
+
+def test_otb_is_unbiased_for_responses_of_unequal_lengths() -> None:
+    """The first token is 0, the end, or 1 or 2; after these a second one follows, from another softmax for each."""
+    logits = np.array([[0.2, -0.4, 0.7], [1.0, 0.0, -0.6], [-0.3, 0.5, 0.1]])
+    pi = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+
+    def scores(state: int, token: int) -> Floats:
+        gradient = np.zeros((3, 3))
+        gradient[state] = np.eye(3)[token] - pi[state]
+        return gradient
+
+    responses = [[0]] + [[first, second] for first in (1, 2) for second in range(3)]
+    steps = [[(0, y[0])] + [(y[0], token) for token in y[1:]] for y in responses]
+    chances = np.array([math.prod(pi[state, token] for state, token in path) for path in steps])
+    gradients = [[scores(state, token) for state, token in path] for path in steps]
+    rewards = np.array([1.0, 0.0, 1.0, 0.25, 0.0, 0.0, 1.0])
+    energies = [np.array([float((s**2).sum()) for s in path]) for path in gradients]
+
+    truth = sum(c * r * sum(path) for c, r, path in zip(chances, rewards, gradients, strict=True))
+    total = np.zeros((3, 3))
+    for sample in itertools.product(range(7), repeat=3):
+        picked = list(sample)
+        g = group(rewards[picked].tolist(), [len(responses[i]) for i in picked])
+        measured = Measured([np.zeros(len(responses[i])) for i in picked], [energies[i] for i in picked])
+        for i, by_token in zip(picked, Otb().of_measured(g, measured), strict=True):
+            step = sum(a * s for a, s in zip(by_token, gradients[i], strict=True))
+            total += np.prod(chances[picked]) * step / 3
+    np.testing.assert_allclose(total, truth, atol=1e-12)
+
+
+def test_the_baseline_of_opob_goes_to_that_of_least_variance() -> None:
+    """In a group with 1,000 rollouts of an older policy, just as often as expected, energies four times as large where
+    the reward is 1; least is sum of p w^2 E (r - b)^2."""
+    old, ratio, energies, rewards = [0.5, 0.3, 0.2], [0.6, 0.8, 2.3], [1.0, 4.0, 1.0], [0.0, 1.0, 0.3]
+    actions = np.repeat(np.arange(3), (1000 * np.array(old)).astype(int))
+    measured = Measured([np.log([ratio[a]]) for a in actions], [np.array([energies[a]]) for a in actions])
+    found = rewards[0] - Opob(cap=math.inf).of_measured(group(np.take(rewards, actions).tolist()), measured)[0][0]
+
+    def moment(b: float) -> float:
+        return sum(p * w**2 * e * (r - b) ** 2 for p, w, e, r in zip(old, ratio, energies, rewards, strict=True))
+
+    assert moment(found) < min(moment(found - 0.01), moment(found + 0.01))
+    assert moment(found) < 0.9 * moment(float(np.dot(old, rewards)))

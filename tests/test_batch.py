@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gvm_stream.allocator.arrays import Floats
 from gvm_stream.errors import TrainingError
-from gvm_stream.learner.advantages import Allocated, Raft, Rloo, Shrunken
+from gvm_stream.learner.advantages import Allocated, Group, Opob, Raft, Rloo, Shrunken
 from gvm_stream.learner.batch import PASS, Row, pack, padding_share, plan_batch
 from gvm_stream.learner.losses import Gvpo, PolicyGradient
 from gvm_stream.learner.objective import Objective
@@ -28,14 +29,15 @@ def float32(*values: float) -> bytes:
     return np.array(values, "<f4").tobytes()
 
 
-def rollout(work: int, reward: float, length: int = 2, version: int = 0, coefficient: float = 0.0) -> TrainRollout:
+def rollout(work: int, reward: float, length: int = 2, lag: int = 0, coefficient: float = 0.0) -> TrainRollout:
     return TrainRollout(
         work=work,
         reward=reward,
         tokens=int32(*range(10, 10 + length)),
         logprobs=float32(*[-0.5] * length),
-        spans=((version, 0, length),) if length else (),
+        spans=((0, 0, length),) if length else (),
         truncated=False,
+        lag=lag,
         coefficient=coefficient,
     )
 
@@ -60,7 +62,7 @@ def row(length: int, response: int = 1, work: int = 0) -> Row:
 
 def test_each_group_is_centred_by_itself_whatever_its_size() -> None:
     mixed = group(1, rollout(1, 1.0), rollout(2, 0.0), rollout(3, 0.0))
-    plan = plan_batch([mixed, group(2, rollout(4, 1.0), rollout(5, 1.0))], RLOO, 1, 0)
+    plan = plan_batch([mixed, group(2, rollout(4, 1.0), rollout(5, 1.0))], RLOO, 1)
     assert [(r.work, r.advantage) for r in plan.rows] == [(1, 1.0), (2, -0.5), (3, -0.5)]
     assert plan.fates == {"trained": (1, 2, 3), "zero_signal": (4, 5), "stale": ()}
     assert plan.zero_signal_groups == 1
@@ -68,9 +70,9 @@ def test_each_group_is_centred_by_itself_whatever_its_size() -> None:
 
 def test_rollouts_without_signal_count_in_the_coefficients_of_the_others() -> None:
     groups = [group(1, rollout(1, 1.0), rollout(2, 0.0)), group(2, rollout(3, 1.0), rollout(4, 1.0))]
-    assert [r.coefficient for r in plan_batch(groups, RLOO, 1, 0).rows] == [0.25, 0.25]
+    assert [r.coefficient for r in plan_batch(groups, RLOO, 1).rows] == [0.25, 0.25]
     raft = replace(RLOO, advantage=Raft())
-    assert [(r.work, r.coefficient) for r in plan_batch(groups[:1], raft, 1, 0).rows] == [(1, 0.5)]
+    assert [(r.work, r.coefficient) for r in plan_batch(groups[:1], raft, 1).rows] == [(1, 0.5)]
 
 
 def test_weights_of_prompts_reach_the_coefficients() -> None:
@@ -78,54 +80,64 @@ def test_weights_of_prompts_reach_the_coefficients() -> None:
         group(1, rollout(1, 1.0), rollout(2, 0.0), weight=3.0),
         group(2, *(rollout(w, w % 2, 1) for w in range(3, 7))),
     ]
-    assert [r.coefficient for r in plan_batch(groups, RLOO, 1, 0).rows] == [3 / 8] * 2 + [1 / 16] * 4
+    assert [r.coefficient for r in plan_batch(groups, RLOO, 1).rows] == [3 / 8] * 2 + [1 / 16] * 4
 
 
 def test_rollouts_that_the_allocator_left_out_are_not_trained_on() -> None:
     members = [rollout(1, 1.0, coefficient=0.5), rollout(2, 1.0), rollout(3, 0.0, coefficient=-0.5), rollout(4, 0.0)]
-    plan = plan_batch([group(1, *members)], replace(RLOO, advantage=Allocated()), 1, 0)
+    plan = plan_batch([group(1, *members)], replace(RLOO, advantage=Allocated()), 1)
     assert [(r.work, r.advantage * r.coefficient) for r in plan.rows] == [(1, 0.5), (3, -0.5)]
     assert plan.fates == {"trained": (1, 3), "zero_signal": (2, 4), "stale": ()}
 
 
 def test_what_a_rollout_was_allocated_stays_its_advantage_when_others_are_too_old() -> None:
     members = [
-        rollout(1, 1.0, version=7, coefficient=1 / 3),
-        rollout(2, 0.0, version=7, coefficient=-1 / 6),
-        rollout(3, 0.0, version=4, coefficient=-1 / 6),
+        rollout(1, 1.0, coefficient=1 / 3),
+        rollout(2, 0.0, coefficient=-1 / 6),
+        rollout(3, 0.0, lag=3, coefficient=-1 / 6),
     ]
-    plan = plan_batch([group(1, *members)], replace(RLOO, advantage=Allocated()), max_lag=2, version_now=7)
+    plan = plan_batch([group(1, *members)], replace(RLOO, advantage=Allocated()), max_lag=2)
     assert [r.advantage for r in plan.rows] == [1.0, -0.5]
     assert [r.coefficient for r in plan.rows] == [0.5, 0.5]
 
 
 def test_the_prior_of_a_group_reaches_its_baseline() -> None:
-    plan = plan_batch([group(1, rollout(1, 1.0), prior=(1, 3))], replace(RLOO, advantage=Shrunken()), 1, 0)
+    plan = plan_batch([group(1, rollout(1, 1.0), prior=(1, 3))], replace(RLOO, advantage=Shrunken()), 1)
     assert [r.advantage for r in plan.rows] == [0.75]
 
 
 def test_a_loss_may_want_rollouts_without_advantage_if_others_have_one() -> None:
     gvpo = replace(RLOO, loss=Gvpo())
     silent = group(2, rollout(3, 1.0), rollout(4, 1.0))
-    plan = plan_batch([group(1, rollout(1, 1.0), rollout(2, 0.0)), silent], gvpo, 1, 0)
+    plan = plan_batch([group(1, rollout(1, 1.0), rollout(2, 0.0)), silent], gvpo, 1)
     assert [(r.work, r.advantage) for r in plan.rows] == [(1, 1.0), (2, -1.0), (3, 0.0), (4, 0.0)]
     assert (plan.fates["trained"], plan.zero_signal_groups) == ((1, 2, 3, 4), 1)
-    assert plan_batch([silent], gvpo, 1, 0).rows == ()
+    assert plan_batch([silent], gvpo, 1).rows == ()
+
+
+def test_advantages_that_are_measured_get_whole_groups_but_those_without_signal() -> None:
+    """The second rollout has the mean of the others, until measured."""
+    members = [rollout(1, 1.0), rollout(2, 0.5), rollout(3, 0.0), rollout(4, 0.0, lag=9)]
+    plan = plan_batch([group(1, *members), group(2, rollout(5, 1.0))], replace(RLOO, advantage=Opob()), 1)
+    assert plan.fates == {"trained": (1, 2, 3), "zero_signal": (5,), "stale": (4,)}
+    assert [(g, c.works, c.group.rewards.tolist()) for g, c in plan.compared.items()] == [(1, (1, 2, 3), [1, 0.5, 0])]
+
+
+class OfTheFirst(Rloo, frozen=True):
+    def of_group(self, group: Group) -> Floats:
+        return super().of_group(group)[:1]
+
+
+def test_an_advantage_of_your_own_is_one_number_for_each_rollout() -> None:
+    own = replace(RLOO, advantage=OfTheFirst())
+    with pytest.raises(TrainingError, match=r"\(OfTheFirst\) gave an array of shape \[1\] for a group of 2 rollouts, "):
+        plan_batch([group(1, rollout(1, 1.0), rollout(2, 0.0))], own, max_lag=1)
 
 
 def test_stale_rollouts_leave_the_group_before_its_advantages() -> None:
-    old = rollout(3, 0.0, version=4)
-    spanning = TrainRollout(
-        work=4,
-        reward=0.0,
-        tokens=int32(1, 2),
-        logprobs=float32(-1, -1),
-        spans=((4, 0, 1), (7, 1, 2)),
-        truncated=False,
-        coefficient=0.0,
-    )
-    fresh = (rollout(1, 1.0, version=7), rollout(2, 0.0, version=5))
-    plan = plan_batch([group(1, *fresh, old, spanning)], RLOO, max_lag=2, version_now=7)
+    fresh = (rollout(1, 1.0), rollout(2, 0.0, lag=2))
+    old = (rollout(3, 0.0, lag=3), rollout(4, 0.0, lag=3))
+    plan = plan_batch([group(1, *fresh, *old)], RLOO, max_lag=2)
     assert plan.fates == {"trained": (1, 2), "zero_signal": (), "stale": (3, 4)}
     assert [r.advantage for r in plan.rows] == [1.0, -1.0]
     assert [r.coefficient for r in plan.rows] == [0.5, 0.5]
@@ -134,8 +146,8 @@ def test_stale_rollouts_leave_the_group_before_its_advantages() -> None:
 
 def test_an_empty_response_changes_nothing_for_the_others() -> None:
     seven = [rollout(w, w % 2) for w in range(7)]
-    with_empty = plan_batch([group(1, *seven, rollout(7, 1.0, length=0))], RLOO, 1, 0)
-    without = plan_batch([group(1, *seven)], RLOO, 1, 0)
+    with_empty = plan_batch([group(1, *seven, rollout(7, 1.0, length=0))], RLOO, 1)
+    without = plan_batch([group(1, *seven)], RLOO, 1)
     assert [(r.advantage, r.coefficient) for r in with_empty.rows] == [
         (r.advantage, r.coefficient) for r in without.rows
     ]
@@ -143,7 +155,7 @@ def test_an_empty_response_changes_nothing_for_the_others() -> None:
 
 
 def test_rows_hold_the_sampled_tokens_after_the_prompt() -> None:
-    (first, _) = plan_batch([group(1, rollout(1, 1.0), rollout(2, 0.0))], RLOO, 1, 0).rows
+    (first, _) = plan_batch([group(1, rollout(1, 1.0), rollout(2, 0.0))], RLOO, 1).rows
     assert first.tokens.tolist() == [1, 2, 3, 10, 11]
     assert first.prompt_length == 3
     assert first.logprobs.tolist() == [-0.5, -0.5]
@@ -216,6 +228,7 @@ def broken(
         logprobs=logprobs,
         spans=tuple(spans),
         truncated=False,
+        lag=0,
         coefficient=coefficient,
     )
 
@@ -237,22 +250,22 @@ def broken(
 )
 def test_a_rollout_that_breaks_the_protocol_is_named(bad: TrainRollout, complaint: str) -> None:
     with pytest.raises(TrainingError, match=f"group 5, work 8.*{complaint}"):
-        plan_batch([group(5, rollout(1, 1.0), bad)], RLOO, 1, 0)
+        plan_batch([group(5, rollout(1, 1.0), bad)], RLOO, 1)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_a_weight_that_is_no_weight_is_refused(weight: float) -> None:
     with pytest.raises(TrainingError, match="group 5 has weight"):
-        plan_batch([group(5, rollout(1, 1.0), weight=weight)], RLOO, 1, 0)
+        plan_batch([group(5, rollout(1, 1.0), weight=weight)], RLOO, 1)
 
 
 @pytest.mark.parametrize("prior", [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0)])
 def test_a_prior_that_is_no_distribution_is_refused(prior: tuple[float, float]) -> None:
     with pytest.raises(TrainingError, match=r"group 5 has prior .* two finite numbers above 0"):
-        plan_batch([group(5, rollout(1, 1.0), prior=prior)], RLOO, 1, 0)
+        plan_batch([group(5, rollout(1, 1.0), prior=prior)], RLOO, 1)
 
 
 def test_a_group_without_a_prompt_is_refused() -> None:
     bare = TrainGroup(group=5, prompt="p", prompt_tokens=b"", weight=1.0, prior=(1, 1), rollouts=())
     with pytest.raises(TrainingError, match=r"group 5 \(p\) has 0 bytes of prompt tokens"):
-        plan_batch([bare], RLOO, 1, 0)
+        plan_batch([bare], RLOO, 1)

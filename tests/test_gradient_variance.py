@@ -106,7 +106,7 @@ def test_shadow_groups_are_measured_apart_and_however_few() -> None:
     rng = np.random.default_rng(1)
     shadow = [False] * 5 + [True]
     sd = np.array([1.0] * 5 + [2.0])[:, None]
-    steps = [measure(rng.normal(0.3, sd, (6, 3)) / 6, np.full(6, 1 / 6), shadow, tokens=10) for _ in range(1500)]
+    steps = [measure(rng.normal(0.3, sd, (6, 3)) / 6, np.full(6, 1 / 6), shadow, tokens=10) for _ in range(500)]
     within = 5 / math.sqrt(len(steps))
     for name, variance_of_mean, tokens in (("allocated", 3 * 1 / 5, 50), ("shadow", 3 * 4 / 1, 10)):
         found = np.array([getattr(step, name) for step in steps])

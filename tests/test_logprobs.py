@@ -15,7 +15,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaFo
 from gvm_stream.errors import ModelError
 from gvm_stream.learner import logprobs as module
 from gvm_stream.learner.batch import Row, pack
-from gvm_stream.learner.logprobs import token_logprobs
+from gvm_stream.learner.logprobs import token_energies, token_logprobs
 from gvm_stream.learner.model import checkpoint_layers, load_model, response_logprobs
 from tests.tiny_models import FAMILIES, VOCABULARY, random_prompts, save_tiny_model, tiny_model
 
@@ -60,6 +60,20 @@ def test_values_and_gradients_are_those_of_a_softmax_whatever_the_chunks(
     exact = by_softmax(hidden.double(), weight.double(), tokens, temperature)
     for values, expected in zip((*found, *gradients(*found)), (*exact, *gradients(*exact)), strict=True):
         torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("per_chunk", [1, 4, 100])
+def test_energies_of_tokens_are_those_of_the_gradient_in_the_logits(
+    per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight, tokens = torch.randn(11, 4), torch.randn(9, 4), torch.arange(11) % 9
+    monkeypatch.setattr(module, "CHUNK", per_chunk * 9)
+    found = token_energies(hidden, weight, tokens, 0.7)
+    logits = (hidden @ weight.T).double().requires_grad_()
+    logprobs = torch.log_softmax(logits / 0.7, -1).gather(1, tokens[:, None]).sum()
+    (gradient,) = torch.autograd.grad(logprobs, logits)
+    torch.testing.assert_close(found, gradient.square().sum(1).float())
 
 
 def test_no_tensor_that_is_made_or_kept_holds_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

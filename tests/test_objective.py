@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,10 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gvm_stream.allocator.arrays import Floats
-from gvm_stream.config import Config, DataSection, LearnerSection, ModelSection, SamplingSection
-from gvm_stream.errors import ConfigError
+from gvm_stream.config import (
+    Config,
+    DataSection,
+    LearnerSection,
+    ModelSection,
+    RunSection,
+    SamplingSection,
+    StreamSection,
+)
+from gvm_stream.errors import ConfigError, TrainingError
 from gvm_stream.learner.advantages import ADVANTAGES, Advantage, Group, Rloo
 from gvm_stream.learner.losses import LOSSES, Loss, PpoClip, Responses
+from gvm_stream.learner.main import main
 from gvm_stream.learner.objective import Objective
 
 
@@ -148,6 +158,18 @@ def test_an_advantage_and_a_loss_of_your_own_are_found_by_import_path() -> None:
     assert o.loss == Squashed()
 
 
+class Total(Loss, frozen=True):
+    def terms(self, r: Responses) -> Tensor:
+        return -(r.logprobs * r.advantages).sum()
+
+
+def test_a_loss_of_your_own_that_adds_up_what_the_learner_adds_up_is_refused() -> None:
+    tokens, column = torch.zeros(2, 3), torch.ones(2, 1)
+    r = Responses.of(tokens, tokens, tokens == 0, column, column)
+    with pytest.raises(TrainingError, match=r"\(Total\) gave terms of shape \[\] .* of shape \[2, 3\], .* \[2, 1\]$"):
+        objective({"loss": f"{__name__}:Total"}).terms(r, None, tokens)
+
+
 def test_options_left_out_are_the_published_ones() -> None:
     assert objective({"loss": "ppo_clip", "loss_options": {"high": 0.4}}).loss == PpoClip(low=0.2, high=0.4, dual=3.0)
 
@@ -166,6 +188,16 @@ def test_options_left_out_are_the_published_ones() -> None:
             'learner.loss_options.beta: Expected `float` > 0.0; "gvpo" has beta$',
         ),
         ({"advantage_options": {"k": 4}}, '`k`; "allocated" has no options$'),
+        ({"advantage": "raft_pp"}, 'learner.advantage = "raft_pp" is unknown: RAFT.* with learner.loss = "ppo_clip"$'),
+        ({"advantage": "stratified"}, 'the path-count estimator is "allocated", with allocation.design'),
+        ({"advantage": "reinforce_ada"}, 'it is "allocated", with allocation.policy = "reinforce_ada_balance"'),
+        ({"loss": "grpo"}, 'it is learner.advantage = "grpo" with learner.loss = "ppo_clip" and learner.aggregate'),
+        ({"loss": "raft"}, 'learner.loss = "raft" is unknown: RAFT is learner.advantage = "raft" with'),
+        ({"loss": "raft_pp"}, 'RAFT.* is learner.advantage = "raft" with learner.loss = "ppo_clip"$'),
+        (
+            {"advantage": "otb", "loss": "gvpo"},
+            'learner.loss = "gvpo" compares whole responses, but learner.advantage = "otb" gives each token',
+        ),
     ],
 )
 def test_a_configuration_that_means_nothing_is_refused_when_it_is_read(
@@ -186,6 +218,20 @@ def test_a_configuration_that_means_nothing_is_refused_when_it_is_read(
 def test_a_path_without_a_loss_is_refused_by_the_learner(path: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         objective({"loss": path})
+
+
+def test_the_learner_refuses_it_before_it_waits_for_an_allocator(tmp_path: Path) -> None:
+    config = Config(
+        run=RunSection(dir=str(tmp_path)),
+        model=ModelSection(path="-"),
+        data=DataSection(train="-"),
+        stream=StreamSection(address="tcp://127.0.0.1:1"),  # nobody is there
+        learner=LearnerSection(advantage="nowhere:Half"),
+    )
+    with pytest.raises(
+        ConfigError, match=r'learner.advantage = "nowhere:Half" cannot be imported: ModuleNotFoundError'
+    ):
+        main(config, resume=False)
 
 
 def test_names_are_registered_once() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gvm_stream.allocator.coefficients import rloo
 from gvm_stream.config import AllocationSection, Config, DataSection, LearnerSection, ModelSection, SamplingSection
+from gvm_stream.learner.advantages import ADVANTAGES, Group, Measured
 from gvm_stream.learner.batch import Row, pack
 from gvm_stream.learner.model import response_logprobs
 from gvm_stream.learner.trainer import StepResult, Trainer
@@ -55,7 +57,7 @@ def score(model: LlamaForCausalLM, tokens: list[int], temperature: float = 1.0) 
 
 
 def rollout(
-    model: LlamaForCausalLM, work: int, tokens: list[int], reward: float, version: int = 0, off_by: float = 0.0
+    model: LlamaForCausalLM, work: int, tokens: list[int], reward: float, lag: int = 0, off_by: float = 0.0
 ) -> TrainRollout:
     logprobs = score(model, tokens).numpy() + np.float32(off_by)
     return TrainRollout(
@@ -63,8 +65,9 @@ def rollout(
         reward=reward,
         tokens=np.array(tokens, "<i4").tobytes(),
         logprobs=logprobs.astype("<f4").tobytes(),
-        spans=((version, 0, len(tokens)),),
+        spans=((0, 0, len(tokens)),),
         truncated=False,
+        lag=lag,
         coefficient=0.0,
     )
 
@@ -86,8 +89,8 @@ def good_and_bad(model: LlamaForCausalLM, number: int = 0) -> TrainGroup:
     return group(number, rollout(model, 2 * number, [4, 5], 1.0), rollout(model, 2 * number + 1, [6, 7, 8], 0.0))
 
 
-def train(trainer: Trainer, *groups: TrainGroup, version: int = 0) -> StepResult:
-    return trainer.train(0, groups, version, lambda: None)
+def train(trainer: Trainer, *groups: TrainGroup) -> StepResult:
+    return trainer.train(0, groups, lambda: None)
 
 
 def bits(trainer: Trainer, model: LlamaForCausalLM) -> list[bytes]:
@@ -187,6 +190,57 @@ def test_gvpo_compares_each_rollout_with_the_others_of_its_prompt() -> None:
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("advantage", ["opob", "otb"])
+def test_baselines_weighted_by_energy_are_those_of_the_policy_as_it_is(advantage: str) -> None:
+    """Advantages from the logits of each response alone, then the gradient of `pg`, written out."""
+    responses = {1: ([4, 5], 1.0, -0.3), 2: ([6, 7, 8, 9], 0.0, 0.2), 3: ([10], 0.5, 0.1), 4: ([11, 5, 4], 0.0, 0.0)}
+    model = make_model()
+    members, logprobs = [], []
+    for work, (tokens, reward, off_by) in responses.items():
+        members.append(rollout(model, work, tokens, reward, off_by=off_by))
+        logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+        full = torch.log_softmax(logits, -1)
+        chosen = full.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        (slope,) = torch.autograd.grad(chosen.sum(), model.lm_head.weight, retain_graph=True)
+        by_token = (torch.eye(12)[tokens] - full.exp()).square().sum(-1)
+        logprobs.append((chosen, slope.square().sum().item(), by_token.tolist()))
+    measured = Measured(
+        log_ratios=[np.full(len(tokens), -off_by) for tokens, _, off_by in responses.values()],
+        energies=[np.array(by_token if advantage == "otb" else [whole]) for _, whole, by_token in logprobs],
+    )
+    n, rewards = 4, np.array([reward for _, reward, _ in responses.values()])
+    lengths = np.array([len(tokens) for tokens, _, _ in responses.values()], float)
+    compared = Group(rewards, lengths, np.zeros(n), n, (1.0, 1.0))
+    loss = torch.zeros(())
+    found = ADVANTAGES.make(advantage, {}).of_measured(compared, measured)
+    for (chosen, _, _), (_, _, off_by), a in zip(logprobs, responses.values(), found, strict=True):
+        loss = loss - (math.exp(-off_by) * torch.from_numpy(a).float() * chosen).sum() / n / 2
+    named = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, [named[name] for name in sorted(named)])
+    expected = torch.cat([gradient.flatten() for gradient in gradients])
+
+    silent = group(2, rollout(model, 5, [4, 4, 4, 4, 4, 4], 1.0), rollout(model, 6, [5], 1.0))
+    for settings in ({"micro_batch_tokens": 1}, {"micro_batch_tokens": 10_000}, {"measure_every": 1}):
+        learner = msgspec.convert({"advantage": advantage, "max_grad_norm": 1e9, **settings}, LearnerSection)
+        trainer = Trainer(make_config(learner), make_model())
+        result = train(trainer, group(1, *members), silent)
+        assert result.fates == {"trained": (1, 2, 3, 4), "zero_signal": (5, 6), "stale": ()}
+        assert (first_gradient(trainer) - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_token_advantages_go_with_rows_that_have_none(tmp_path: Path) -> None:
+    """The longest response of the batch is of a group without signal, trained on for a KL penalty of nothing."""
+    norms = []
+    for kl_coefficient in (0.0, 1e-12):
+        model = make_model()
+        model.save_pretrained(tmp_path)
+        silent = group(2, rollout(model, 5, [4] * 9, 1.0), rollout(model, 6, [5], 1.0))
+        config = make_config(LearnerSection(advantage="otb", kl_coefficient=kl_coefficient))
+        config = msgspec.structs.replace(config, model=ModelSection(path=str(tmp_path)))
+        norms.append(train(Trainer(config, model), good_and_bad(model), silent).stats.grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_groups_without_signal_keep_the_other_prompts_weight() -> None:
     norms = []
     for silent in (0, 3):
@@ -204,6 +258,7 @@ def test_a_batch_without_signal_leaves_everything_as_it_was() -> None:
     result = train(trainer, group(1, rollout(model, 1, [4], 1.0), rollout(model, 2, [5], 1.0)))
     assert not result.trained
     assert result.reason == "no usable token: of 2 rollouts 0 are stale and 2 give no signal (group 1)"
+    assert result.cause == "no_signal"
     assert result.fates == {"trained": (), "zero_signal": (1, 2), "stale": ()}
     assert result.stats.zero_signal_groups == 1
     assert bits(trainer, model) == before
@@ -217,7 +272,7 @@ def test_a_batch_without_signal_leaves_everything_as_it_was() -> None:
 def test_stale_rollouts_are_left_out_and_reported() -> None:
     model = make_model()
     fresh = good_and_bad(model)
-    stale = rollout(model, 7, [9], 1.0, version=-3)
+    stale = rollout(model, 7, [9], 1.0, lag=3)
     config = make_config(LearnerSection(advantage="rloo"), max_lag=2)
     result = train(Trainer(config, model), group(0, *fresh.rollouts, stale))
     assert result.fates == {"trained": (0, 1), "zero_signal": (), "stale": (7,)}
@@ -238,6 +293,7 @@ def test_a_loss_that_is_not_a_number_skips_the_step_and_names_the_group() -> Non
     result = train(trainer, healthy, poisoned)
     assert not result.trained
     assert result.reason == "the loss is nan because of group 31"
+    assert result.cause == "not_finite"
     assert result.fates == {"trained": (), "zero_signal": (0, 1, 62, 63), "stale": ()}
     assert bits(trainer, model) == before
     assert train(trainer, healthy).trained  # nothing of the bad step is left in the gradients
@@ -253,6 +309,7 @@ def test_a_gradient_norm_that_is_not_finite_skips_the_step() -> None:
     result = train(trainer, batch)
     assert math.isfinite(result.stats.loss)
     assert result.reason == "the gradient norm is inf over group 4"
+    assert result.cause == "not_finite"
     assert bits(trainer, model) == before
 
 
@@ -321,6 +378,7 @@ def test_log_probs_far_from_those_at_sampling_skip_the_step_and_name_the_groups(
         "the log-probs are 1.05 nats from those at sampling, more than learner.max_logprob_mismatch = 0.5, because of "
         "group 7"
     )
+    assert result.cause == "mismatch"
     assert result.stats.mismatch == pytest.approx(8.4 / 8, rel=1e-5)
     assert bits(trainer, model) == before
     assert train(trainer, *[good_and_bad(model, n) for n in (2, 3, 4, 5)], off).trained  # 8.4 nats over 23 tokens
@@ -335,6 +393,7 @@ def test_a_batch_whose_gradient_is_nothing_moves_nothing() -> None:
     clipped = group(3, rollout(model, 1, [4], 1.0, off_by=-0.5), rollout(model, 2, [5], 0.0, off_by=0.5))
     result = train(trainer, clipped)
     assert result.reason == "the gradient norm is 0.0 over group 3"
+    assert result.cause == "zero_gradient"
     assert bits(trainer, model) == before
 
 
@@ -342,7 +401,7 @@ def test_progress_is_reported_after_every_micro_batch() -> None:
     model = make_model()
     beats: list[None] = []
     trainer = Trainer(make_config(LearnerSection(micro_batch_tokens=1)), model)
-    trainer.train(0, [good_and_bad(model, 0), good_and_bad(model, 1)], 0, lambda: beats.append(None))
+    trainer.train(0, [good_and_bad(model, 0), good_and_bad(model, 1)], lambda: beats.append(None))
     assert len(beats) == 4
 
 
@@ -395,7 +454,7 @@ def test_the_noise_is_measured_on_every_so_many_steps_only() -> None:
     model = make_model()
     trainer = Trainer(make_config(LearnerSection(measure_every=3)), model)
     groups = [good_and_bad(model, n) for n in range(4)]
-    measured = [trainer.train(step, groups, 0, lambda: None).stats.noise is not None for step in range(5)]
+    measured = [trainer.train(step, groups, lambda: None).stats.noise is not None for step in range(5)]
     assert measured == [True, False, False, True, False]
 
 

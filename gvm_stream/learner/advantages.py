@@ -9,8 +9,7 @@ One of your own subclasses `Advantage` and is named in the configuration by its 
             return group.rewards - self.share * group.rewards.mean()
 
 RAFT++ (arXiv 2504.11343) is `raft` with the loss `ppo_clip`; Reinforce-Ada (arXiv 2510.04996) is a policy of the
-allocator with `allocated`. Baselines weighted by the energy of rollouts (VCPO's OPOB; the optimal token baseline, arXiv
-2602.07078) need energies, which training batches do not carry.
+allocator with `allocated`. docs/estimators.md says when to use which.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -30,6 +29,9 @@ from gvm_stream.allocator.coefficients import SAME_REWARD
 from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.errors import TrainingError
 from gvm_stream.learner.registry import Registry
+
+LEAST_ENERGY = 1e-200
+"""Responses that the policy is certain of have none, up to rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +50,25 @@ class Group:
     """Beta (successes, failures) of the acceptance rate, from earlier visits only."""
 
 
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a forward pass of the learner's policy shows of the rollouts of a group, in their order."""
+
+    log_ratios: Sequence[Floats]
+    """[T_j] each: log-probs of the learner minus those at sampling, in nats."""
+    energies: Sequence[Floats]
+    """[1] each: squared norm of the gradient of the response's log-prob in the lm_head; or [T_j] each: of the tokens'
+    log-probs in the logits (`Advantage.measured`)."""
+
+
 class Advantage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class; fields are hyper-parameters. Override `of_group`, or `of_batch` if groups depend on each other."""
 
     compares: ClassVar[bool] = False
     """Rewards are compared with each other: where they do not differ, rounding apart, advantages are exactly 0."""
+    measured: ClassVar[Literal["", "response", "token"]] = ""
+    """`of_measured` has the last word, with energies of whole responses or of tokens, for groups in which `of_group`
+    finds an advantage. This takes a forward pass over them beforehand."""
 
     def of_group(self, group: Group) -> Floats:
         """Advantages [n]. If it `compares` it is asked for groups of n >= 2 rewards that differ only."""
@@ -62,8 +78,20 @@ class Advantage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Advantages [n] of each group."""
         return [np.zeros_like(g.rewards) if self.compares and _same(g.rewards) else self.of_group(g) for g in groups]
 
+    def of_measured(self, group: Group, measured: Measured) -> list[Floats]:
+        """Advantages of each rollout, [1] or by token [T_j]. Only asked for if they are `measured`."""
+        raise NotImplementedError
 
-ADVANTAGES = Registry("learner.advantage", Advantage)
+
+ADVANTAGES = Registry(
+    "learner.advantage",
+    Advantage,
+    {
+        "raft_pp": 'RAFT++ is learner.advantage = "raft" with learner.loss = "ppo_clip"',
+        "stratified": 'the path-count estimator is "allocated", with allocation.design = "sequential"',
+        "reinforce_ada": 'it is "allocated", with allocation.policy = "reinforce_ada_balance", "_pos" or "_est"',
+    },
+)
 
 
 @ADVANTAGES.register("allocated")
@@ -131,6 +159,54 @@ class Opo(Advantage, frozen=True):
     def of_group(self, group: Group) -> Floats:
         r, tokens = group.rewards, group.lengths
         return np.asarray(r - ((tokens * r).sum() - tokens * r) / (tokens.sum() - tokens))
+
+
+@ADVANTAGES.register("opob")
+class Opob(Rloo, frozen=True):
+    """r - mean of the others weighted by w^2 ||grad log pi||^2, w = min(product of the ratios over the response, cap):
+    the baseline of least variance for the loss `pg` with `weights = "sequence"` and this cap. Gradients are those in
+    the lm_head. Source: VCPO, arXiv 2602.17616, in the leave-one-out form, unbiased but for the truncation (the paper's
+    baseline includes the rollout itself). With equal weights it is `rloo`, on policy with energies in proportion to
+    length `opo`."""
+
+    measured: ClassVar[Literal["", "response", "token"]] = "response"
+
+    cap: Annotated[float, Meta(gt=0)] = 2.0
+
+    def of_measured(self, group: Group, measured: Measured) -> list[Floats]:
+        log_weights = np.minimum([ratios.sum() for ratios in measured.log_ratios], math.log(self.cap))
+        # As logarithms, for ratios of long responses underflow; without any energy all count the same.
+        log_weights = 2 * log_weights + np.log(np.maximum(np.concatenate(measured.energies), LEAST_ENERGY))
+        others = np.where(np.eye(len(log_weights), dtype=bool), -np.inf, log_weights)
+        others = np.exp(others - others.max(1, keepdims=True))
+        return list((group.rewards - others @ group.rewards / others.sum(1))[:, None])
+
+
+@ADVANTAGES.register("otb")
+class Otb(Rloo, frozen=True):
+    """Of token t: r - mean over the others that have a token t, weighted by their energy so far, sum over s <= t of
+    w_s^2 ||e(y_s) - pi_s||^2 with w = min(ratio of the token, cap), that of the loss. Past the last token of the others
+    their last baseline stays. Source: the optimal token baseline, arXiv 2602.07078, in the leave-one-out form, which is
+    unbiased (the paper's baseline includes the rollout itself)."""
+
+    measured: ClassVar[Literal["", "response", "token"]] = "token"
+
+    cap: Annotated[float, Meta(gt=0)] = 2.0
+
+    def of_measured(self, group: Group, measured: Measured) -> list[Floats]:
+        lengths = group.lengths.astype(int)
+        so_far = np.zeros((len(lengths), lengths.max()))
+        for row, ratios, energies in zip(so_far, measured.log_ratios, measured.energies, strict=True):
+            weights = np.exp(2 * np.minimum(ratios, math.log(self.cap)))
+            row[: len(ratios)] = np.maximum((weights * energies).cumsum(), LEAST_ENERGY)
+        others = 1 - np.eye(len(lengths))
+        total = others @ so_far
+        baselines = others @ (so_far * group.rewards[:, None]) / np.where(total > 0, total, 1.0)
+        ends = (total > 0).sum(1)
+        return [
+            reward - baseline[np.arange(length).clip(max=end - 1)]
+            for reward, baseline, length, end in zip(group.rewards, baselines, lengths, ends, strict=True)
+        ]
 
 
 @ADVANTAGES.register("shrunken")

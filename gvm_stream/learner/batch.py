@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gvm_stream.allocator.arrays import Floats
 from gvm_stream.allocator.types import Fate
 from gvm_stream.errors import TrainingError
-from gvm_stream.learner.advantages import Group
+from gvm_stream.learner.advantages import Advantage, Group
 from gvm_stream.learner.objective import Objective
 from gvm_stream.wire.messages import TrainGroup, TrainRollout
 
@@ -50,10 +51,19 @@ class BatchPlan:
     fates: dict[str, tuple[int, ...]]
     """Fate -> work ids, each rollout of the batch once."""
     lags: tuple[int, ...]
-    """Versions behind, over the oldest tokens of all rollouts, stale ones included."""
+    """Batches behind, over the oldest tokens of all rollouts, stale ones included."""
     zero_signal_groups: int
     shares: dict[int, float]
     """Group -> its share of the prompts' weight, of all groups with a usable rollout."""
+    compared: dict[int, Comparison]
+    """Group -> its usable rollouts, for advantages that are `measured`; without groups in which there is no signal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    group: Group
+    works: tuple[int, ...]
+    """Of its rollouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +83,11 @@ class MicroBatch:
     logprobs: Tensor
     """float32 [B, T], at sampling, 0 in the padding."""
     advantages: Tensor
-    """float32 [B, 1]."""
+    """float32 [B, 1], or [B, T] where every token has its own."""
     coefficients: Tensor
     """float32 [B, 1]."""
+    peers: Tensor
+    """float32 [B, 1]: `Responses.peers`, 0 until known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +100,10 @@ class _Sample:
     lag: int
 
 
-def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int, version_now: int) -> BatchPlan:
-    """Choose rows. Stale rollouts (more than `max_lag` versions behind) and empty ones leave their group before the
+def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int) -> BatchPlan:
+    """Choose rows. Stale rollouts (more than `max_lag` batches behind) and empty ones leave their group before the
     advantages are computed; rollouts without advantage count in every coefficient and are then left out, unless the
-    loss wants them and there is something to learn from others.
+    objective wants them and there is something to learn from others.
     """
     fates: dict[str, list[int]] = {Fate.TRAINED: [], Fate.ZERO_SIGNAL: [], Fate.STALE: []}
     lags: list[int] = []
@@ -100,7 +112,7 @@ def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int,
     for group in groups:
         _check_group(group)
         usable: list[_Sample] = []
-        for sample in [_decode(group, rollout, version_now) for rollout in group.rollouts]:
+        for sample in [_decode(group, rollout) for rollout in group.rollouts]:
             if not sample.tokens.size:
                 fates[Fate.ZERO_SIGNAL].append(sample.work)
                 continue
@@ -121,15 +133,16 @@ def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int,
                 )
             )
 
-    all_advantages = objective.advantage.of_batch(compared) if compared else []
+    all_advantages = _advantages(objective.advantage, compared) if compared else []
     shares = objective.coefficients([g.weight for g, _ in kept], [g.lengths for g in compared])
     silent = [not advantages.any() for advantages in all_advantages]
-    every = objective.loss.every_rollout and not all(silent)
+    every = objective.every_rollout and not all(silent)
     rows: list[Row] = []
     for (group, samples), advantages, row_shares in zip(kept, all_advantages, shares, strict=True):
         prompt = np.frombuffer(group.prompt_tokens, "<i4")
+        whole = every or (objective.advantage.measured != "" and advantages.any())
         for s, advantage, share in zip(samples, advantages.tolist(), row_shares.tolist(), strict=True):
-            trained = every or advantage != 0
+            trained = whole or advantage != 0
             fates[Fate.TRAINED if trained else Fate.ZERO_SIGNAL].append(s.work)
             if trained:
                 tokens = np.concatenate([prompt, s.tokens])
@@ -141,6 +154,11 @@ def plan_batch(groups: Sequence[TrainGroup], objective: Objective, max_lag: int,
         lags=tuple(lags),
         zero_signal_groups=sum(silent),
         shares={group.group: group.weight / total for group, _ in kept},
+        compared={
+            group.group: Comparison(members, tuple(s.work for s in samples))
+            for (group, samples), members, nothing in zip(kept, compared, silent, strict=True)
+            if not nothing
+        },
     )
 
 
@@ -202,7 +220,20 @@ def _pad(rows: list[Row], device: torch.device | str) -> MicroBatch:
         logprobs=tensor(logprobs),
         advantages=tensor(np.array([[r.advantage] for r in rows], np.float32)),
         coefficients=tensor(np.array([[r.coefficient] for r in rows], np.float32)),
+        peers=tensor(np.zeros((len(rows), 1), np.float32)),
     )
+
+
+def _advantages(advantage: Advantage, groups: Sequence[Group]) -> list[Floats]:
+    """Raises TrainingError for a class of the user's that does not give each rollout one."""
+    found = [np.asarray(advantages, np.float64) for advantages in advantage.of_batch(groups)]
+    for group, advantages in zip(groups, found, strict=True):
+        if advantages.shape != group.rewards.shape:
+            raise TrainingError(
+                f"learner.advantage ({type(advantage).__name__}) gave an array of shape {list(advantages.shape)} for a "
+                f"group of {len(group.rewards)} rollouts, expected a number for each"
+            )
+    return found
 
 
 def _check_group(group: TrainGroup) -> None:
@@ -217,7 +248,7 @@ def _check_group(group: TrainGroup) -> None:
         raise TrainingError(f"group {group.group} has prior {group.prior}, expected two finite numbers above 0")
 
 
-def _decode(group: TrainGroup, rollout: TrainRollout, version_now: int) -> _Sample:
+def _decode(group: TrainGroup, rollout: TrainRollout) -> _Sample:
     where = f"group {group.group}, work {rollout.work}"
     if len(rollout.tokens) % 4 or len(rollout.tokens) != len(rollout.logprobs):
         raise TrainingError(
@@ -238,6 +269,4 @@ def _decode(group: TrainGroup, rollout: TrainRollout, version_now: int) -> _Samp
     for name, value in (("reward", rollout.reward), ("coefficient", rollout.coefficient)):
         if not np.isfinite(value):
             raise TrainingError(f"{where}: {name} is {value}, expected a finite number")
-    oldest = min((version for version, _, _ in rollout.spans), default=version_now)
-    lag = max(0, version_now - oldest)
-    return _Sample(rollout.work, rollout.reward, rollout.coefficient, tokens, logprobs, lag)
+    return _Sample(rollout.work, rollout.reward, rollout.coefficient, tokens, logprobs, rollout.lag)

@@ -32,6 +32,21 @@ def token_logprobs(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: 
     return logprobs, entropies
 
 
+@torch.no_grad()
+def token_energies(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Squared norm of the gradient of each token's log-prob in the logits, ||e(y) - pi||^2 / temperature^2; float32
+    [N]. Arguments as in `token_logprobs`. Source: the logit-gradient proxy of arXiv 2602.07078."""
+    energies = hidden.new_empty(len(tokens), dtype=torch.float32)
+    low = weight.to(hidden.dtype)
+    chunk = max(1, CHUNK // len(weight))
+    for first in range(0, len(tokens), chunk):
+        part = slice(first, first + chunk)
+        slopes = _logits(hidden[part], low, temperature).softmax(-1)
+        slopes.scatter_add_(1, tokens[part, None], slopes.new_full((len(slopes), 1), -1.0))
+        energies[part] = torch.linalg.vecdot(slopes, slopes)
+    return energies / temperature**2
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

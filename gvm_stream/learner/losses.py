@@ -9,8 +9,8 @@ A loss of your own subclasses `Loss` and is named in the configuration by its im
             return -(r.ratio / self.scale).tanh() * r.advantages
 
 The learner makes one step with each batch, so ratios are of the learner's policy to the one that sampled: the ratio of
-a loss is the importance weight as well. There is no reference model, hence no KL term; RAFT++ is `ppo_clip` with the
-advantage `raft`. torch is not imported: processes without it read configurations, too.
+a loss is the importance weight as well. The KL penalty and the entropy bonus come on top of any loss (`objective`).
+torch is not imported: processes without it read configurations, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from gvm_stream.learner.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gvm_stream.config_learner import KlEstimator
+
 MAX_LOG_RATIO = 20.0  # nats; exp(89) is already infinite in float32
+KL_CAP = 2.0  # as the cap of `pg`
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +44,7 @@ class Responses:
     mask: Tensor
     """bool, True for response tokens."""
     advantages: Tensor
-    """[B, 1]."""
+    """[B, 1], or [B, T] where every token has its own."""
     peers: Tensor
     """[B, 1]: mean over the other rollouts of the prompt of the summed log-ratio; only for losses with `peers`."""
 
@@ -73,7 +76,16 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         raise NotImplementedError
 
 
-LOSSES = Registry("learner.loss", Loss)
+LOSSES = Registry(
+    "learner.loss",
+    Loss,
+    {
+        "grpo": 'it is learner.advantage = "grpo" with learner.loss = "ppo_clip" and learner.aggregate = "seq_mean"',
+        "dapo": 'it is learner.advantage = "grpo" with learner.loss = "ppo_clip" and learner.aggregate = "token_mean"',
+        "raft": 'RAFT is learner.advantage = "raft" with learner.loss = "pg"',
+        "raft_pp": 'RAFT++ is learner.advantage = "raft" with learner.loss = "ppo_clip"',
+    },
+)
 
 
 @LOSSES.register("pg")
@@ -206,6 +218,30 @@ class R2vpo(Loss, frozen=True):
     def terms(self, r: Responses) -> Tensor:
         ratio = r.ratio
         return self.penalty * (ratio - 1) ** 2 - ratio * r.advantages
+
+
+def kl_terms(r: Responses, reference: Tensor, estimator: KlEstimator) -> Tensor:
+    """Terms [B, T] whose gradient, averaged over samples, is that of a KL divergence from the reference model.
+
+    `reference` [B, T] are its log-probs, 0 in the padding. With l = log pi - log pi_ref, clamped to +-MAX_LOG_RATIO:
+
+    `k1` sg(sum of l from the token on) log pi: of KL(pi || pi_ref) over whole responses, what it does to later tokens
+    included, with much noise; the same as l taken off the reward, without a baseline. `k2` l^2 / 2: of KL(pi ||
+    pi_ref) of each token given those before it. `k3` exp(-l) - 1 + l, GRPO's: of KL(pi_ref || pi) of each token, which
+    is near it while both are.
+
+    k1 differentiated as it is would have a gradient of mean 0. Terms are weighted by the ratio to the sampling policy,
+    at most KL_CAP, without gradient. Sources: Schulman 2020, Approximating KL Divergence (joschu.net/blog/kl-approx);
+    gradients: arXiv 2506.09477, arXiv 2510.01555, arXiv 2512.21852.
+    """
+    log_ratio = clamped_log_ratio(r.logprobs, reference)
+    if estimator == "k1":
+        terms = log_ratio.detach().flip(-1).cumsum(-1).flip(-1) * r.logprobs
+    elif estimator == "k2":
+        terms = log_ratio.square() / 2
+    else:
+        terms = (-log_ratio).exp() - 1 + log_ratio
+    return r.ratio.detach().clamp(max=KL_CAP) * terms
 
 
 def clamped_log_ratio(logprobs: Tensor, sampled: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gvm_stream.errors import ModelError
 from gvm_stream.learner.batch import MicroBatch
 from gvm_stream.learner.energy import lm_head_energies
-from gvm_stream.learner.logprobs import token_logprobs
+from gvm_stream.learner.logprobs import token_energies, token_logprobs
 
 
 def load_model(path: str, dtype: str, device: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -28,7 +28,8 @@ def load_model(path: str, dtype: str, device: str, *, gradient_checkpointing: bo
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
         model, loading = loaded
         model.to(device)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, AssertionError, SafetensorError) as error:
+        # AssertionError: of a torch without CUDA that is asked for it.
         raise ModelError(
             f"model {path!r} cannot be loaded as a causal LM in {dtype} on {device}: {_first_line(error)}"
         ) from error
@@ -83,20 +84,26 @@ def response_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     return states[0].flatten(0, 1).index_select(0, row * batch.tokens.shape[1] + position - 1)
 
 
-def response_logprobs(
-    model: PreTrainedModel, batch: MicroBatch, temperature: float, states: Tensor | None = None
-) -> Tensor:
+def response_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
     """Log-probs of the response tokens under softmax(logits / temperature); float32 [B, T], 0 in the padding, in nats.
 
-    `states`: `response_states`, if they are there already. Logits are computed for response tokens only, and never all
-    at once (`logprobs`).
+    Logits are computed for response tokens only, and never all at once (`logprobs`).
     """
-    row, place, position = batch.index
-    targets = batch.tokens[row, position]
-    if states is None:  # before the lm_head, whose weight the forward pass of the model gathers under FSDP
-        states = response_states(model, batch)
-    logprobs, _ = token_logprobs(states, lm_head_weight(model), targets, temperature)
-    return logprobs.new_zeros(batch.mask.shape).index_put((row, place), logprobs)
+    return logprobs_and_entropies(model, batch, response_states(model, batch), temperature)[0]
+
+
+def logprobs_and_entropies(
+    model: PreTrainedModel, batch: MicroBatch, states: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Of the response tokens and of the distributions that they were drawn from; float32 [B, T] each, 0 in the padding,
+    in nats. `states`: `response_states`, which come first: under FSDP they gather the weight of the lm_head."""
+    logprobs, entropies = token_logprobs(states, lm_head_weight(model), _targets(batch), temperature)
+    return _padded(logprobs, batch), _padded(entropies, batch)
+
+
+def response_token_energies(model: PreTrainedModel, batch: MicroBatch, states: Tensor, temperature: float) -> Tensor:
+    """`logprobs.token_energies` of the response tokens; float32 [B, T], 0 in the padding."""
+    return _padded(token_energies(states, lm_head_weight(model), _targets(batch), temperature), batch)
 
 
 def response_energies(
@@ -104,11 +111,10 @@ def response_energies(
 ) -> Tensor:
     """Squared norm of the gradient of every response's log-prob in the lm_head; float32 [B]. `states`:
     `response_states`."""
-    row, _, position = batch.index
     return lm_head_energies(
         states.detach(),
         lm_head_weight(model),
-        batch.tokens[row, position],
+        _targets(batch),
         batch.mask.sum(1).tolist(),
         temperature=temperature,
         seed=seed,
@@ -119,6 +125,17 @@ def lm_head_weight(model: PreTrainedModel) -> Tensor:
     """[V, d]; logits are the last hidden states times it, which `load_model` has checked."""
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     return weight
+
+
+def _targets(batch: MicroBatch) -> Tensor:
+    row, _, position = batch.index
+    return batch.tokens[row, position]
+
+
+def _padded(values: Tensor, batch: MicroBatch) -> Tensor:
+    """[B, T], 0 in the padding, from one value per response token."""
+    row, place, _ = batch.index
+    return values.new_zeros(batch.mask.shape).index_put((row, place), values)
 
 
 @torch.no_grad()

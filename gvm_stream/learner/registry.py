@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,9 +16,11 @@ C = TypeVar("C", bound=type[msgspec.Struct])
 class Registry(Generic[T]):
     """Structs whose fields are hyper-parameters, all derived from `base`; `key` is what they are chosen by."""
 
-    def __init__(self, key: str, base: type[T]) -> None:
+    def __init__(self, key: str, base: type[T], elsewhere: Mapping[str, str]) -> None:
+        """`elsewhere`: names from the literature of what is configured otherwise -> how."""
         self._key = key
         self._base = base
+        self._elsewhere = elsewhere
         self.classes: dict[str, type[T]] = {}
         """By name."""
 
@@ -40,6 +42,8 @@ class Registry(Generic[T]):
             found = self._imported(name)
         elif name in self.classes:
             found = self.classes[name]
+        elif name in self._elsewhere:
+            raise ValueError(f'{self._key} = "{name}" is unknown: {self._elsewhere[name]}')
         else:
             known = ", ".join(sorted(self.classes))
             raise ValueError(f'{self._key} = "{name}" is unknown; there are {known}, or your own as "module:Class"')
