@@ -7,7 +7,8 @@ same loss (clipped, mean over tokens), in float32 on one thread, every one in a 
          `rollout_func`. Every size of its micro-batches is tried and the best counts;
   bare   `loss.backward()` on as many tokens in rows of equal length, so without padding, optimizer or anything else.
 Time is CPU time, which other work on the machine disturbs least. Memory is what training adds to the peak of the
-process. Energy is the time of all rollouts' lm_head energies over that of a step.
+process. Energy is the time of all rollouts' lm_head energies over that of a step. `publish_seconds` is what a new
+policy version takes from the training, `announce_seconds` the time until it is announced, by the clock.
 
     python -m benchmarks.learner --json [--models small,large] [--rounds 3] [--steps 5]
 
@@ -38,8 +39,10 @@ from benchmarks.learner_trl import measure_trl
 from benchmarks.report import finish, machine, parser, say
 from gvm_stream.config import Config, DataSection, LearnerSection, ModelSection
 from gvm_stream.learner.batch import Row, pack
+from gvm_stream.learner.distributed import Ranks, SharedFeed
 from gvm_stream.learner.energy import lm_head_energies
 from gvm_stream.learner.model import lm_head_weight, load_model, response_logprobs, response_states
+from gvm_stream.learner.publisher import Publisher
 from gvm_stream.learner.trainer import Trainer
 from gvm_stream.wire.messages import TrainGroup, TrainRollout
 
@@ -88,7 +91,7 @@ def measure_ours(model: PreTrainedModel, work: list[Completed], steps: int) -> d
     padding: list[float] = []
 
     def step() -> None:
-        result = trainer.train(len(padding), groups, 0, lambda: None)
+        result = trainer.train(len(padding), groups, lambda: None)
         assert result.trained, result.reason
         padding.append(result.stats.padding_share)
 
@@ -104,7 +107,21 @@ def measure_ours(model: PreTrainedModel, work: list[Completed], steps: int) -> d
         **measured,
         "padding_share": padding[-1],
         "energy_overhead": energy / statistics.median(measured["seconds"]),
+        **measure_publishing(model, config, steps),
     }
+
+
+def measure_publishing(model: PreTrainedModel, config: Config, times: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = Publisher(config, Path(folder), model, SharedFeed(None, Ranks()), Ranks())
+        publish, announce = [], []
+        for version in range(times + 1):
+            started = time.perf_counter()
+            publisher.publish(version, version)
+            publish.append(time.perf_counter() - started)
+            publisher.wait()
+            announce.append(time.perf_counter() - started)
+    return {"publish_seconds": statistics.median(publish[1:]), "announce_seconds": statistics.median(announce[1:])}
 
 
 def make_rows(work: list[Completed]) -> list[Row]:
@@ -139,6 +156,7 @@ def make_groups(rows: list[Row]) -> list[TrainGroup]:
                 logprobs=row.logprobs.tobytes(),
                 spans=((0, 0, response.size),),
                 truncated=False,
+                lag=0,
                 coefficient=0.0,
             )
         )
@@ -221,6 +239,8 @@ def compare(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "ratio_to_bare": ratio("bare"),
         "padding_share": median("ours", "padding_share"),
         "energy_overhead": median("ours", "energy_overhead"),
+        "publish_seconds": median("ours", "publish_seconds"),
+        "announce_seconds": median("ours", "announce_seconds"),
     }
     trl = [part for part in rounds[0] if part.startswith("trl")]
     if trl:

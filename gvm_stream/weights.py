@@ -1,4 +1,4 @@
-"""Checking a weights file against its announcement; shared by those who write, serve and load it."""
+"""Files of weights: checked against their announcement, and read by others than those who write them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def checksum(path: Path) -> str:
     """Hex blake2b-128 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def let_read(path: Path) -> None:
+    """Whoever may list the folder of `path` may read the file: safetensors makes it for its owner alone, but producers
+    may be other users."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def verify_weights(info: WeightsInfo, path: Path) -> None:

@@ -5,10 +5,11 @@ import os
 import random
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from gvm_stream.config import LearnerSection
 from gvm_stream.errors import ModelError
 from gvm_stream.learner import checkpoint
-from gvm_stream.learner.checkpoint import Saver, complete_checkpoints, read_trainer_state
+from gvm_stream.learner.checkpoint import Saver, complete_checkpoints, read_trainer_state, set_aside
 from gvm_stream.learner.distributed import Ranks
 from gvm_stream.learner.model import load_model
 from gvm_stream.learner.trainer import Trainer
@@ -76,14 +77,30 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def save_checkpoint(
     root: Path, step: int, version: int, model: PreTrainedModel, tokenizer: str, state: dict[str, Any], keep: int
 ) -> Path:
-    saver = Saver(root, model, tokenizer, keep, Ranks())
+    """By a process of its own, as it were."""
+    saver = make_saver(root, model, tokenizer, keep)
     path = saver.save(step, version, state)
     saver.wait()
     return path
 
 
+def make_saver(
+    root: Path,
+    model: PreTrainedModel,
+    tokenizer: str,
+    keep: int,
+    announce: Callable[[tuple[int, ...]], None] = lambda steps: None,
+) -> Saver:
+    complete = [c.step for c in complete_checkpoints(root)]
+    return Saver(root, model, tokenizer, keep, Ranks(), complete=complete, announce=announce)
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def out_of_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def step_of(root: Path) -> int | None:
@@ -98,6 +115,7 @@ def test_a_checkpoint_gives_back_equal_bits(tmp_path: Path, tokenizer: str) -> N
     assert found is not None
     assert (found.path, found.step, found.version) == (path, 12, 9)
     assert names(tmp_path) == ["step-000012"]
+    assert (path / "model.safetensors").stat().st_mode == (path / "config.json").stat().st_mode
     loaded = load_model(str(path), "float32", "cpu")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(path).encode("b") == [3]
@@ -124,7 +142,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, toke
     trainer = Trainer(config, model)
     for batch in batches[:3]:
         small.train(trainer, batch)
-    saver = Saver(tmp_path, model, tokenizer, 2, Ranks())
+    saver = make_saver(tmp_path, model, tokenizer, keep=2)
     path = saver.save(3, 3, trainer.state_dict())
     losses = [small.train(trainer, batch).stats.loss for batch in batches[3:6]]  # while the checkpoint is written
     saver.wait()
@@ -147,26 +165,52 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_a_save_does_not_hold_up_the_training(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is the model as it was; the save after waits for it. The first of a folder is waited for: there
-    is always one to fall back on."""
+    """What is written is the model as it was; the save after waits for it."""
     go_on = threading.Event()
     model = make_model()
-    saver = Saver(tmp_path, model, tokenizer, 5, Ranks())
-    saver.save(1, 1, STATE)
-    assert names(tmp_path) == ["step-000001"]
+    saver = make_saver(tmp_path, model, tokenizer, keep=5)
     seal = checkpoint._seal
     monkeypatch.setattr(checkpoint, "_seal", lambda folder: (go_on.wait(), seal(folder)))
     weight = model.lm_head.weight.detach().clone()
-    path = saver.save(2, 2, STATE)
+    path = saver.save(1, 1, STATE)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    assert step_of(tmp_path) == 1
+    assert step_of(tmp_path) is None
     go_on.set()
-    saver.save(3, 3, STATE)
-    assert step_of(tmp_path) == 2
+    saver.save(2, 2, STATE)
+    assert step_of(tmp_path) == 1
     saver.wait()
-    assert step_of(tmp_path) == 3
+    assert step_of(tmp_path) == 2
     assert torch.equal(load_model(str(path), "float32", "cpu").state_dict()["lm_head.weight"], weight)
+
+
+def test_a_checkpoint_is_announced_when_it_is_complete_and_what_it_replaces_is_gone(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    """Whoever forgets what no announced checkpoint needs never forgets too much."""
+    announced: list[tuple[tuple[int, ...], list[int]]] = []
+
+    def announce(steps: tuple[int, ...]) -> None:
+        announced.append((steps, [c.step for c in complete_checkpoints(tmp_path)]))
+
+    saver = make_saver(tmp_path, make_model(), tokenizer, keep=2, announce=announce)
+    for step in (5, 10, 15):
+        saver.save(step, step, STATE)
+    saver.wait()
+    assert announced == [((0, 5), [5]), ((5, 10), [10, 5]), ((10, 15), [15, 10])]
+
+
+def test_a_save_that_fails_announces_nothing(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[tuple[int, ...]] = []
+    saver = make_saver(tmp_path, make_model(), tokenizer, keep=1, announce=announced.append)
+    saver.save(5, 5, STATE)
+    saver.wait()
+    monkeypatch.setattr(os, "fsync", out_of_space)
+    saver.save(10, 10, STATE)
+    with pytest.raises(ModelError, match="step 10 cannot be saved"):
+        saver.wait()
+    assert announced == [(5,)]
+    assert step_of(tmp_path) == 5
 
 
 def test_tied_weights_come_back_tied(tmp_path: Path, tokenizer: str) -> None:
@@ -237,10 +281,28 @@ def test_complete_checkpoints_come_newest_first(tmp_path: Path, tokenizer: str) 
     assert [c.step for c in complete_checkpoints(tmp_path)] == [15, 5]
 
 
-def test_a_damaged_newer_checkpoint_does_not_push_out_the_good_one(tmp_path: Path, tokenizer: str) -> None:
-    (tmp_path / "step-000020").mkdir()
-    save_checkpoint(tmp_path, 10, 10, make_model(), tokenizer, STATE, keep=1)
-    assert step_of(tmp_path) == 10
+def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path: Path, tokenizer: str) -> None:
+    save_checkpoint(tmp_path, 5, 5, make_model(), tokenizer, STATE, keep=2)
+    for damaged in ("step-000007", "step-000020"):
+        (tmp_path / damaged).mkdir()
+    save_checkpoint(tmp_path, 10, 10, make_model(), tokenizer, STATE, keep=2)
+    assert names(tmp_path) == ["step-000005", "step-000010"]
+
+
+def test_checkpoints_of_a_history_that_was_left_are_set_aside(
+    tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (10, 14):  # the second time round one is there already
+        for step in (5, 10):
+            save_checkpoint(tmp_path, step, version, make_model(), tokenizer, STATE, keep=2)
+        set_aside(c for c in complete_checkpoints(tmp_path) if c.step > 5)
+    assert names(tmp_path) == ["left-step-000010", "step-000005"]
+    assert [c.step for c in complete_checkpoints(tmp_path)] == [5]
+    assert msgspec.json.decode((tmp_path / "left-step-000010" / "state.json").read_bytes()) == {
+        "step": 10,
+        "version": 14,
+    }
+    assert "goes on from before checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("too_large", ["model", "trainer_state"])
@@ -260,10 +322,7 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(small_disk: Path, tokenize
 def test_a_failing_sync_is_reported_with_its_cause(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", out_of_space)
     with pytest.raises(ModelError, match=r"checkpoint of step 1 cannot be saved in .*: No space left on device"):
         save_checkpoint(tmp_path, 1, 1, make_model(), tokenizer, STATE, keep=1)
     assert names(tmp_path) == []
@@ -272,6 +331,9 @@ def test_a_failing_sync_is_reported_with_its_cause(
 def test_a_model_that_is_not_there_or_lacks_weights_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model '.*nowhere' cannot be loaded as a causal LM in float32 on cpu: "):
         load_model(str(tmp_path / "nowhere"), "float32", "cpu")
+    make_model().save_pretrained(tmp_path / "whole")
+    with pytest.raises(ModelError, match=r"cannot be loaded as a causal LM in float32 on cuda:99: "):
+        load_model(str(tmp_path / "whole"), "float32", "cuda:99")
     model = make_model()
     weights = model.state_dict()
     del weights["lm_head.weight"]

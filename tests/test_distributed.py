@@ -9,28 +9,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zmq
 from transformers import PreTrainedModel
 
 from gvm_stream.config import LearnerSection
 from gvm_stream.errors import TrainingError
 from gvm_stream.learner.batch import Row
+from gvm_stream.learner.canary import canary_of
 from gvm_stream.learner.checkpoint import Saver, complete_checkpoints, read_trainer_state
-from gvm_stream.learner.distributed import Ranks, balance, gather_weights, join_ranks, shard
+from gvm_stream.learner.distributed import Ranks, balance, gather_weights, join_ranks, shard, weights_of
 from gvm_stream.learner.model import load_model
 from gvm_stream.learner.trainer import Trainer
-from gvm_stream.wire.messages import TrainGroup
+from gvm_stream.wire.messages import Canary, TrainGroup
 from tests.stream_processes import (
     CONFIG,
     ROOT,
     TIMEOUT_S,
     assert_account_sums,
     descendants,
+    free_address,
     gone_within,
     kill,
     overrides,
@@ -88,19 +92,27 @@ def run_steps(loss: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """Weights after STEPS steps and a spoiled batch, and what was said of each; a checkpoint of step SAVED is left."""
     model = shard(make_model(FAMILIES[loss]), ranks, "cpu", "float32")
     trainer = make_trainer(loss, model, ranks)
-    saver = Saver(folder / loss, model, TOKENIZER, 2, ranks)
+    canaries = [canary_of(model, weights_of(model, "float32"))]
+    saver = Saver(folder / loss, model, TOKENIZER, 2, ranks, complete=(), announce=lambda steps: None)
     results = []
     for step in range(STEPS):
-        results.append(trainer.train(step, make_groups(step), 0, lambda: None))
+        results.append(trainer.train(step, make_groups(step), lambda: None))
         if step + 1 == SAVED:
             saver.save(SAVED, SAVED, trainer.state_dict())
-    results.append(trainer.train(STEPS, make_groups(STEPS, off_by=1e3), 0, lambda: None))
+    results.append(trainer.train(STEPS, make_groups(STEPS, off_by=1e3), lambda: None))
     saver.wait()
+    low = shard(make_model(FAMILIES[loss]), ranks, "cpu", "bfloat16")
+    canaries += [canary_of(model, weights_of(model, "float32")), canary_of(low, weights_of(low, "bfloat16"))]
     return {
-        "weights": gather_weights(model, ranks),
+        "weights": gather_weights(weights_of(model), ranks),
+        "canaries": [logprobs_of(c) for c in canaries],
         "figures": [(r.stats.loss, r.stats.grad_norm, r.stats.mismatch) for r in results],
         "reasons": [r.reason for r in results],
     }
+
+
+def logprobs_of(canary: Canary) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(canary.logprobs, "<f4").copy())
 
 
 def as_a_rank(task: str, folder: Path) -> None:
@@ -111,6 +123,10 @@ def as_a_rank(task: str, folder: Path) -> None:
             if ranks.rank == 1:
                 raise TrainingError("nothing is left")
             ranks.gather(None)
+        if task == "killed":
+            trainer = make_trainer("pg", shard(make_model("qwen2"), ranks, "cpu", "float32"), ranks)
+            end = partial(os.kill, os.getpid(), signal.SIGKILL) if ranks.rank == 1 else lambda: None
+            trainer.train(0, make_groups(0), end)
         for loss in FAMILIES:
             result = run_steps(loss, ranks, folder)
             if ranks.first:
@@ -134,12 +150,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_take_the_steps_of_one(two_ranks: Path, tmp_path: Path, loss: str) -> None:
     one, two = run_steps(loss, Ranks(), tmp_path), torch.load(two_ranks / f"{loss}.pt")
     assert two["weights"].keys() == one["weights"].keys()
-    start = gather_weights(make_model(FAMILIES[loss]), Ranks())
+    start = gather_weights(weights_of(make_model(FAMILIES[loss])), Ranks())
     for name, weight in one["weights"].items():
         assert (weight - start[name]).abs().max() > 1e-3
         torch.testing.assert_close(two["weights"][name], weight, atol=1e-5, rtol=0)
     for figures, expected in zip(two["figures"], one["figures"], strict=True):
         assert figures == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    for canary, expected in zip(two["canaries"], one["canaries"], strict=True):
+        torch.testing.assert_close(canary, expected, atol=1e-4, rtol=0)
     assert two["reasons"] == one["reasons"]
     assert one["reasons"][:STEPS] == [""] * STEPS
     assert one["reasons"][STEPS].endswith("because of group 4")
@@ -156,9 +174,9 @@ def test_a_checkpoint_of_two_ranks_is_continued_by_one(two_ranks: Path, loss: st
     trainer.load_state_dict(state)
     assert trainer.trained_steps == SAVED
     for step in range(SAVED, STEPS):
-        assert trainer.train(step, make_groups(step), 0, lambda: None).trained
+        assert trainer.train(step, make_groups(step), lambda: None).trained
     weights = torch.load(two_ranks / f"{loss}.pt")["weights"]
-    for name, weight in gather_weights(model, Ranks()).items():
+    for name, weight in gather_weights(weights_of(model), Ranks()).items():
         torch.testing.assert_close(weight, weights[name], atol=1e-5, rtol=0)
 
 
@@ -168,6 +186,32 @@ def test_an_error_of_one_rank_ends_the_others_with_its_reason(tmp_path: Path) ->
     assert done.returncode == 1
     assert "TrainingError: nothing is left" in done.stderr
     assert "StreamError: the learner ends because of rank 1: nothing is left" in done.stderr
+
+
+def test_the_others_say_which_rank_was_killed(tmp_path: Path) -> None:
+    """In the middle of a step, where torch has no word for it."""
+    command = torchrun("-m", "tests.test_distributed", "killed", str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert "StreamError: the learner ends because of rank 1, which is gone (killed or crashed)" in done.stderr
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_learner_that_loses_a_rank_ends_with_a_sentence_and_leaves_nothing(tmp_path: Path, victim: int) -> None:
+    """While rank 0 waits for the allocator's welcome, and the other for rank 0."""
+    address, output = free_address(), tmp_path / "learner.txt"
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as allocator,
+        learner([str(CONFIG), *overrides(tmp_path, stream__address=address)], output) as launcher,
+    ):
+        allocator.bind(address)
+        assert allocator.poll(TIMEOUT_S * 1000), output.read_text()
+        everyone = descendants(launcher.pid)
+        kill(next(pid for pid in everyone if f"RANK={victim}" in environment_of(pid)))
+        assert launcher.wait(TIMEOUT_S) == 1
+        assert gone_within(everyone, 5) == []
+    assert f"error: the learner ends because of rank {victim}, which is gone (killed or crashed)" in output.read_text()
 
 
 def test_a_run_on_two_ranks_is_interrupted_and_resumed(tmp_path: Path) -> None:
@@ -221,6 +265,10 @@ def test_rows_are_divided_by_tokens_and_each_has_one_place() -> None:
     assert sorted(row.work for part in parts for row in part) == list(range(7))
     assert [sum(row.tokens.size for row in part) for part in parts] == [56, 50]
     assert [row.work for row in balance(rows[:1], Ranks(1, 2))] == []
+
+
+def environment_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gvm_stream.errors import WeightsError
-from gvm_stream.learner.distributed import Ranks, gather_weights
+from gvm_stream.learner.distributed import Ranks, gather_weights, weights_of
 from gvm_stream.learner.publish import publish as write
 from gvm_stream.learner.publish import published_versions
 from gvm_stream.weights import verify_weights
-from gvm_stream.wire.messages import WeightsInfo
+from gvm_stream.wire.messages import Canary, WeightsInfo
+
+CANARY = Canary(tokens=b"\1\0\0\0\2\0\0\0", logprobs=b"\0\0\0\0")
 
 
 def make_model(tied: bool = False) -> LlamaForCausalLM:
@@ -35,7 +38,7 @@ def make_model(tied: bool = False) -> LlamaForCausalLM:
 def publish(
     model: LlamaForCausalLM, root: Path, version: int, address: str, keep: int, dtype: str | None = None
 ) -> WeightsInfo:
-    return write(gather_weights(model, Ranks(), dtype), root, version, address, keep)
+    return write(gather_weights(weights_of(model, dtype), Ranks()), root, version, address, CANARY, keep)
 
 
 def names(root: Path) -> list[str]:
@@ -47,12 +50,20 @@ def test_published_weights_are_the_models_and_match_their_announcement(tmp_path:
     info = publish(model, tmp_path / "weights", 7, "tcp://127.0.0.1:5711", keep=2)
     path = tmp_path / "weights" / "v00000007.safetensors"
     assert (info.version, info.path, info.address) == (7, str(path), "tcp://127.0.0.1:5711")
+    assert info.canary == CANARY
     assert info.size == path.stat().st_size
     assert info.checksum == hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     verify_weights(info, path)
     loaded = load_file(path)
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("of_folder", "of_file"), [(0o755, 0o644), (0o750, 0o640), (0o700, 0o600)])
+def test_who_may_list_the_folder_may_read_the_weights(of_folder: int, of_file: int, tmp_path: Path) -> None:
+    tmp_path.chmod(of_folder)
+    info = publish(make_model(), tmp_path, 0, "", keep=1)
+    assert stat.S_IMODE(Path(info.path).stat().st_mode) == of_file
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 `root/step-000123/` is a Hugging Face folder (model and tokenizer) with three things more: `trainer/` (moments,
 counters, random states, as torch.distributed.checkpoint has them: every rank writes its part, any number of ranks can
 read it), `state.json` (step and version) and `manifest.json` (size and blake2b-128 of every other file). It is written
-under a hidden name beside its place, synced, and renamed; older checkpoints go only after that. All ranks see `root`.
+under a hidden name beside its place, synced, and renamed; only then older checkpoints go, and only when they are gone
+it is announced. All ranks see `root`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gvm_stream.errors import ModelError
-from gvm_stream.learner.distributed import Ranks, gather_weights
-from gvm_stream.weights import checksum
+from gvm_stream.learner.distributed import Ranks, gather_weights, weights_of
+from gvm_stream.weights import checksum, let_read
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Training batches behind it."""
     version: int
-    """Policy version of its weights."""
+    """Newest policy version of that moment."""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -77,16 +79,29 @@ class _Snapshot:
 class Saver:
     """Writes the checkpoints of a run in a thread, one at a time. Every rank has one and calls it alike."""
 
-    def __init__(self, root: Path, model: PreTrainedModel, tokenizer_source: str, keep: int, ranks: Ranks) -> None:
-        """`tokenizer_source` is a folder or a hub name."""
+    def __init__(
+        self,
+        root: Path,
+        model: PreTrainedModel,
+        tokenizer_source: str,
+        keep: int,
+        ranks: Ranks,
+        *,
+        complete: Iterable[int],
+        announce: Callable[[tuple[int, ...]], None],
+    ) -> None:
+        """`tokenizer_source` is a folder or a hub name, `complete` are the steps of the checkpoints that the run goes
+        on from. `announce` is called in the thread, on rank 0, with the steps of all that are kept,
+        and 0 while they are fewer than `keep`."""
         self._root, self._model, self._tokenizer_source = root, model, tokenizer_source
-        self._keep, self._ranks = keep, ranks
+        self._keep, self._ranks, self._announce = keep, ranks, announce
+        self._complete = set(complete)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
     def save(self, step: int, version: int, trainer_state: dict[str, Any]) -> Path:
-        """Begin to write `root/step-STEP`, of which there is nothing until it is complete; then all but the newest
-        `keep` - 1 of those before it are deleted. The first of a folder is waited for.
+        """Begin to write `root/step-STEP`, of which there is nothing until it is complete; then the newest `keep` that
+        are complete stay, and nothing else.
 
         Waits for the save before. Raises `ModelError` if that cannot be written, leaving what was there.
         """
@@ -96,11 +111,8 @@ class Saver:
             for left in [*self._root.glob(f"{_PARTIAL}*"), final]:  # of a killed save; damaged or of a history left
                 shutil.rmtree(left, ignore_errors=True)
         copied = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), trainer_state)
-        snapshot = _Snapshot(_State(step, version), gather_weights(self._model, self._ranks), copied)
-        alone = not _steps(self._root)
+        snapshot = _Snapshot(_State(step, version), gather_weights(weights_of(self._model), self._ranks), copied)
         self._writing = self._thread.submit(self._write, final, snapshot)
-        if self._ranks.share(alone):
-            self.wait()
         return final
 
     def wait(self) -> None:
@@ -109,6 +121,9 @@ class Saver:
             writing, self._writing = self._writing, None
             writing.result()
 
+    def close(self) -> None:
+        self._thread.shutdown()
+
     def _write(self, final: Path, snapshot: _Snapshot) -> None:
         partial = self._root / f"{_PARTIAL}{final.name}"
         try:
@@ -116,6 +131,8 @@ class Saver:
             save(snapshot.trainer, checkpoint_id=partial / _TRAINER, process_group=self._ranks.save)
             if self._ranks.first:
                 self._model.save_pretrained(partial, state_dict=snapshot.weights)
+                for file in partial.glob("*.safetensors"):
+                    let_read(file)
                 AutoTokenizer.from_pretrained(self._tokenizer_source).save_pretrained(partial)
                 (partial / "state.json").write_bytes(msgspec.json.encode(snapshot.state))
                 _seal(partial)
@@ -129,9 +146,13 @@ class Saver:
             ) from error
         if self._ranks.first:
             log.info("checkpoint %s", final)
-            older = [path for found, path in _steps(self._root) if found < snapshot.state.step]
-            for path in older[: max(0, len(older) - self._keep + 1)]:
-                shutil.rmtree(path, ignore_errors=True)
+            self._complete = set(sorted({*self._complete, snapshot.state.step})[-self._keep :])
+            for step, path in _steps(self._root):
+                if step not in self._complete:
+                    shutil.rmtree(path, ignore_errors=True)
+            # As long as there are fewer, the base model is one of those to begin with.
+            base = {0} if len(self._complete) < self._keep else set()
+            self._announce(tuple(sorted({*self._complete, *base})))
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
@@ -147,6 +168,15 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
             state = msgspec.json.decode((path / "state.json").read_bytes(), type=_State)
             found.append(Checkpoint(path=path, step=step, version=state.version))
     return found
+
+
+def set_aside(checkpoints: Iterable[Checkpoint]) -> None:
+    """Rename those of a history that the run does not go on from, so that no later start takes them for its own."""
+    for checkpoint in checkpoints:
+        place = checkpoint.path.with_name(f"left-{checkpoint.path.name}")
+        shutil.rmtree(place, ignore_errors=True)
+        checkpoint.path.rename(place)
+        log.warning("the run goes on from before checkpoint %s: it is now %s", checkpoint.path, place.name)
 
 
 def read_trainer_state(checkpoint: Path, state: dict[str, Any], ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ one rank, and everything here returns at once.
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gvm_stream.errors import StreamError
+from gvm_stream.errors import GvmStreamError, StreamError
 from gvm_stream.learner.batch import Row
 from gvm_stream.learner.feed import Feed
 from gvm_stream.wire.messages import Batch, ToAllocator
@@ -31,6 +32,8 @@ T = TypeVar("T")
 FOREVER = timedelta(days=365)
 """Time-out of what ranks tell each other: rank 0 may wait for a batch for as long as it likes. A rank that ends closes
 its connections, which ends the others."""
+ENDING_MS = 2000
+"""Time that a process may take from the end of its connections to its own, which is a moment later."""
 _FAILURE = "gvm_stream_failure"
 
 
@@ -72,6 +75,7 @@ def join_ranks(device: str) -> Iterator[Ranks]:
     """Meet the other ranks, if torchrun has started this process. `device` is a torch device type.
 
     The first rank to fail leaves its reason in the store of torchrun; the others end with StreamError and that reason.
+    For a rank that was killed, one that it leaves alone says so.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
@@ -83,15 +87,34 @@ def join_ranks(device: str) -> Iterator[Ranks]:
         "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size
     )
     talk, save = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
+    ranks = Ranks(rank, size, talk, save)
+    neighbours = _watch(ranks)
     try:
-        yield Ranks(rank, size, talk, save)
+        yield ranks
     except Exception as error:
-        mine = f"rank {rank}: {error}"
+        # That another rank has ended is one of many RuntimeErrors of torch.
+        gone = _ended(neighbours, 0 if isinstance(error, GvmStreamError) else ENDING_MS)
+        mine = f"rank {gone[0]}, which is gone (killed or crashed)" if gone else f"rank {rank}: {error}"
         first = store.compare_set(_FAILURE, "", mine).decode()
-        if first == mine:
+        if first == mine and not gone:
             raise
         raise StreamError(f"the learner ends because of {first}") from error
     dist.destroy_process_group()
+
+
+def _watch(ranks: Ranks) -> dict[int, int]:
+    """Descriptors of the other ranks' processes on this host, which become readable when they end, and their ranks."""
+    host = os.environ["GROUP_RANK"]
+    places = ranks.gather((host, os.getpid()))
+    return {os.pidfd_open(pid): rank for rank, (at, pid) in enumerate(places) if at == host and rank != ranks.rank}
+
+
+def _ended(neighbours: dict[int, int], patience_ms: int) -> list[int]:
+    """Ranks that have ended."""
+    poller = select.poll()
+    for descriptor in neighbours:
+        poller.register(descriptor, select.POLLIN)
+    return sorted(neighbours[descriptor] for descriptor, _ in poller.poll(patience_ms))
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, device: str, dtype: str) -> PreTrainedModel:
@@ -125,27 +148,27 @@ def balance(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
     return mine
 
 
-def gather_weights(model: PreTrainedModel, ranks: Ranks, dtype: str | None = None) -> dict[str, Tensor]:
-    """Copies of the weights in the memory of the host, whole, by their Hugging Face names, of tied tensors one; empty
-    on ranks other than 0, which are free as soon as their parts are sent.
-
-    `dtype`, a torch name, is what floating-point weights are converted to; None: as they are.
-    """
+def weights_of(model: PreTrainedModel, dtype: str | None = None) -> dict[str, Tensor]:
+    """The weights, of each this rank's part, by their Hugging Face names, of tied tensors one. `dtype`, a torch name,
+    is what those of floating point are converted to; the others are the model's own tensors."""
     target: torch.dtype | None = getattr(torch, dtype) if dtype else None
-    seen: set[int] = set()
-    weights: dict[str, Tensor] = {}
+    distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        whole = tensor.detach()
-        if target and whole.is_floating_point():
-            whole = whole.to(target)  # before it is sent
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
+        distinct.setdefault(id(tensor), (name, tensor.detach()))
+    return {name: t.to(target) if target and t.is_floating_point() else t for name, t in distinct.values()}
+
+
+def gather_weights(
+    weights: dict[str, Tensor], ranks: Ranks, into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Copies of `weights_of` a model in the memory of the host, whole; empty on ranks other than 0, which are free as
+    soon as their parts are sent. `into`: tensors to write over instead of new ones."""
+    copies: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if ranks.first:
-            weights[name] = whole.to("cpu", copy=True).contiguous()
-    return weights
+            copies[name] = into[name].copy_(whole) if into else whole.to("cpu", copy=True).contiguous()
+    return copies
 
 
 class SharedFeed:
@@ -154,13 +177,23 @@ class SharedFeed:
     def __init__(self, feed: Feed | None, ranks: Ranks) -> None:
         """`feed` on rank 0 only."""
         self._feed, self._ranks = feed, ranks
+        self.problem: StreamError | None = None
+        """Why there are no more batches, on rank 0, if it is an error."""
 
-    def join(self) -> int:
-        """`Feed.join`; the step to start with."""
-        return self._ranks.share(self._feed.join().next_step if self._feed else 0)
+    def join(self) -> tuple[int, int]:
+        """`Feed.join`: the batch to start with, and how many are settled."""
+        welcome = self._feed.join() if self._feed else None
+        return self._ranks.share((welcome.next_step, welcome.settled) if welcome else (0, 0))
 
     def batch(self, step: int) -> Batch | None:
-        return self._ranks.share(self._feed.batch(step) if self._feed else None)
+        """`Feed.batch`; None also when the allocator is lost, for the model is worth saving all the same: `problem`."""
+        found = None
+        if self._feed:
+            try:
+                found = self._feed.batch(step)
+            except StreamError as error:
+                self.problem = error
+        return self._ranks.share(found)
 
     def wait_for_stop(self) -> None:
         if self._feed:
@@ -174,6 +207,21 @@ class SharedFeed:
     def send(self, message: ToAllocator) -> None:
         if self._feed:
             self._feed.send(message)
+
+    def post(self, message: ToAllocator) -> None:
+        """`send` from any thread, as soon as the main one gets to it."""
+        if self._feed:
+            self._feed.post(message)
+
+    def settle(self, patience_s: float) -> None:
+        """`Feed.settle`."""
+        if self._feed:
+            self._feed.settle(patience_s)
+
+    def interrupt(self) -> None:
+        """End a wait of the main thread, from any other."""
+        if self._feed:
+            self._feed.interrupted = True
 
     @property
     def end(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -20,19 +22,22 @@ from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
 from gvm_stream.config_file import agreed_values
 from gvm_stream.errors import ConfigError, StreamError, TrainingError
-from gvm_stream.learner.checkpoint import Checkpoint, Saver, complete_checkpoints, read_trainer_state
-from gvm_stream.learner.distributed import Ranks, SharedFeed, gather_weights, join_ranks, shard
+from gvm_stream.health import Health
+from gvm_stream.learner.checkpoint import Checkpoint, Saver, complete_checkpoints, read_trainer_state, set_aside
+from gvm_stream.learner.distributed import Ranks, SharedFeed, join_ranks, shard
 from gvm_stream.learner.feed import Feed
 from gvm_stream.learner.model import load_model
-from gvm_stream.learner.publish import publish, published_versions
+from gvm_stream.learner.objective import Objective
+from gvm_stream.learner.publish import published_versions
+from gvm_stream.learner.publisher import Publisher
 from gvm_stream.learner.trainer import StepResult, Trainer
+from gvm_stream.logs import set_version
 from gvm_stream.metrics import Metrics
-from gvm_stream.wire.messages import Batch, Checkpointed, Goodbye, Published, StepDone
+from gvm_stream.metrics.gpu import watch_gpu
+from gvm_stream.trackers import Log, Tracked, open_trackers
+from gvm_stream.wire.messages import Batch, Checkpointed, Goodbye, StepDone
 
 log = logging.getLogger(__name__)
-
-KEEP_PUBLISHED = 4
-"""Newest weight files kept: enough for a producer that is still loading one when the next ones appear."""
 
 
 def main(config: Config, *, resume: bool) -> None:
@@ -41,25 +46,38 @@ def main(config: Config, *, resume: bool) -> None:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
+    Objective.of(config)  # a class of the user's that cannot be imported is found before anything waits for anything
     with join_ranks(config.learner.device) as ranks, ExitStack() as stack:
         root = Path(config.run.dir)
         checkpoints = ranks.share(_checkpoints(root, resume=resume) if ranks.first else [])
-        metrics = Metrics("learner")
+        metrics, health = Metrics("learner"), Health(config.stream.progress_s)
+        health.waiting_for = "the allocator"
         feed: Feed | None = None
         if ranks.first:
-            feed = stack.enter_context(_feed(config, checkpoints))
-            stack.enter_context(metrics.serve(config.metrics))
+            feed = stack.enter_context(_feed(config, checkpoints, health))
+            metrics.watch_disk(root)
+            watch_gpu(metrics, config.learner.device)
+            stack.enter_context(metrics.serve(config.metrics, health))
             stack.enter_context(weight_server(config, root / "weights"))
         else:  # rank 0 says when to stop, and what there is to say
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             logging.getLogger().setLevel(logging.ERROR)
         shared = SharedFeed(feed, ranks)
-        start = shared.join()
-        checkpoint = next((c for c in checkpoints if c.step == start), None)
-        if start and checkpoint is None:
-            raise StreamError(f"the allocator stands after batch {start}, for which there is no checkpoint")
-        Learner(config, root, shared, metrics, checkpoint, ranks).run()
+        start, settled = shared.join()
+        health.waiting_for = ""
+        behind = [c for c in checkpoints if c.step <= start]
+        if start and (not behind or behind[0].step != start):
+            raise StreamError(f"the allocator goes on from batch {start}, for which there is no checkpoint")
+        if ranks.first:
+            set_aside(c for c in checkpoints if c.step > start)
+        track = stack.enter_context(
+            open_trackers(
+                config.metrics.trackers if ranks.first else (), Tracked(root, "learner", msgspec.to_builtins(config))
+            )
+        )
+        with closing(Learner(config, shared, metrics, track, behind, settled, ranks)) as learner:
+            learner.run()
 
 
 def _checkpoints(root: Path, *, resume: bool) -> list[Checkpoint]:
@@ -74,13 +92,14 @@ def _checkpoints(root: Path, *, resume: bool) -> list[Checkpoint]:
 
 
 @contextmanager
-def _feed(config: Config, checkpoints: Sequence[Checkpoint]) -> Iterator[Feed]:
+def _feed(config: Config, checkpoints: Sequence[Checkpoint], health: Health) -> Iterator[Feed]:
     """The connection to the allocator; a signal interrupts it, a second one ends the process."""
     feed = Feed(
         config.stream,
         name="learner",
         agreed=agreed_values(config),
         checkpoints=tuple(c.step for c in checkpoints),
+        health=health,
     )
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -96,39 +115,57 @@ def _feed(config: Config, checkpoints: Sequence[Checkpoint]) -> Iterator[Feed]:
 
 
 class Learner:
+    """From the newest of `checkpoints`, or from the base model, to the end of the run."""
+
     def __init__(
         self,
         config: Config,
-        root: Path,
         feed: SharedFeed,
         metrics: Metrics,
-        checkpoint: Checkpoint | None,
+        track: Log,
+        checkpoints: Sequence[Checkpoint],
+        settled: int,
         ranks: Ranks,
     ) -> None:
-        self._config, self._root, self._feed, self._metrics, self._ranks = config, root, feed, metrics, ranks
+        """`checkpoints` are those of the history that goes on, newest first. Batches before `settled` that are not
+        behind it have been trained on by a learner that died: once more they make the same model of this one."""
+        root = Path(config.run.dir)
+        self._config, self._feed, self._metrics, self._settled = config, feed, metrics, settled
+        self._track = track
+        checkpoint = checkpoints[0] if checkpoints else None
         source = str(checkpoint.path) if checkpoint else config.model.path
         # Whole on every rank, in the memory of the host; each layer then goes to the devices in parts.
         device = config.learner.device if ranks.size == 1 else "cpu"
         model = load_model(source, "float32", device, gradient_checkpointing=config.learner.gradient_checkpointing)
-        self._model = shard(model, ranks, config.learner.device, config.model.dtype)
-        self._trainer = Trainer(config, self._model, ranks)
+        model = shard(model, ranks, config.learner.device, config.model.dtype)
+        self._trainer = Trainer(config, model, ranks)
+        self._publisher = Publisher(config, root / "weights", model, feed, ranks)
         self._saver = Saver(
-            root / "checkpoints", self._model, config.model.path, config.learner.keep_checkpoints, ranks
+            root / "checkpoints",
+            model,
+            config.model.path,
+            config.learner.keep_checkpoints,
+            ranks,
+            complete=[c.step for c in checkpoints],
+            announce=lambda steps: feed.post(Checkpointed(steps=steps)),
         )
         self._step = self._saved = 0
-        self._version = 0
+        # Versions only grow: producers may have those that were published after the checkpoint.
+        self._version = max(ranks.share(published_versions(root / "weights")), default=-1)
         if checkpoint:
             state = self._trainer.state_dict()
             read_trainer_state(checkpoint.path, state, ranks)
             self._trainer.load_state_dict(state)
             self._step = self._saved = checkpoint.step
-            # Versions only grow: those published after this checkpoint belong to another history.
-            self._version = max(checkpoint.version, *ranks.share(published_versions(root / "weights")), 0) + 1
-            log.info("continuing from %s as policy version %d", checkpoint.path, self._version)
+            self._version = max(self._version, checkpoint.version)
+            log.info("continuing from %s", checkpoint.path)
+        if self._step < settled:
+            log.info("batches %d to %d are trained on again", self._step, settled - 1)
 
     def run(self) -> None:
         feed, steps = self._feed, self._config.run.steps
-        self._publish()
+        if self._step == self._settled:
+            self._publish()
         while self._step < steps:
             asked_at = time.monotonic()
             batch = feed.batch(self._step)
@@ -137,20 +174,56 @@ class Learner:
             self._train(batch, time.monotonic() - asked_at)
             if self._step % self._config.learner.checkpoint_every == 0 or self._step == steps:
                 self._save()
-        if self._step == steps:
+        self._publisher.wait()
+        if self._step == steps and not feed.problem:
             feed.wait_for_stop()
         if self._saved < self._step:
             self._save()
         self._saver.wait()
+        if feed.problem:
+            raise feed.problem
+        feed.settle(self._config.stream.silence_s)
         feed.send(Goodbye(reason=feed.end))
         log.info("learner ends: %s", feed.end)
 
+    def close(self) -> None:
+        """Wait for what is being written: it is announced through the feed, which must not close before."""
+        self._publisher.close()
+        self._saver.close()
+
     def _train(self, batch: Batch, waited_s: float) -> None:
-        result = self._trainer.train(batch.step, batch.groups, self._version, self._feed.working)
-        if result.trained:
-            self._version += 1
-            self._publish()
+        result = self._trainer.train(batch.step, batch.groups, self._working)
         self._step += 1
+        if batch.step >= self._settled:
+            if result.trained:
+                self._publish()
+            self._report(batch, result, waited_s)
+        elif self._step == self._settled:
+            self._publish()
+        if self._trainer.skipped_in_a_row >= self._config.learner.max_skipped:
+            self._save()
+            self._saver.wait()
+            raise TrainingError(
+                f"{self._trainer.skipped_in_a_row} batches in a row gave no usable gradient, the last because of "
+                f"{result.reason}"
+            )
+
+    def _working(self) -> None:
+        self._feed.working()
+        self._metrics.progress()
+
+    def _publish(self) -> None:
+        started = time.monotonic()
+        self._version += 1
+        set_version(self._version)
+        self._publisher.publish(self._version, self._step)
+        self._metrics.observe("gvm_publish_seconds", time.monotonic() - started)
+
+    def _save(self) -> None:
+        self._saver.save(self._step, self._version, self._trainer.state_dict())
+        self._saved = self._step
+
+    def _report(self, batch: Batch, result: StepResult, waited_s: float) -> None:
         stats = msgspec.structs.replace(result.stats, wait_seconds=waited_s)
         self._feed.send(
             StepDone(
@@ -164,47 +237,36 @@ class Learner:
             )
         )
         self._export(batch, result, waited_s)
-        if self._trainer.skipped_in_a_row >= self._config.learner.max_skipped:
-            self._save()
-            self._saver.wait()
-            raise TrainingError(
-                f"{self._trainer.skipped_in_a_row} batches in a row gave no usable gradient, the last because of "
-                f"{result.reason}"
-            )
-
-    def _publish(self) -> None:
-        weights = gather_weights(self._model, self._ranks, self._config.model.dtype)
-        if self._ranks.first:
-            folder, address = self._root / "weights", self._config.stream.weights_address
-            info = publish(weights, folder, self._version, address, keep=KEEP_PUBLISHED)
-            self._feed.send(Published(weights=info, step=self._step))
-
-    def _save(self) -> None:
-        """The allocator keeps its state of this moment. It goes with the checkpoint once that is complete, and should
-        it never be, the pair before is still there."""
-        path = self._saver.save(self._step, self._version, self._trainer.state_dict())
-        self._saved = self._step
-        self._feed.send(Checkpointed(step=self._step, version=self._version, path=str(path)))
+        self._track(self._step, self._metrics.scalars())
 
     def _export(self, batch: Batch, result: StepResult, waited_s: float) -> None:
         metrics, stats = self._metrics, result.stats
         metrics.count("gvm_learner_batches", label="trained" if result.trained else "skipped")
+        if result.cause:
+            metrics.count("gvm_learner_skips", label=result.cause)
         metrics.count("gvm_learner_wait_seconds", waited_s)
         metrics.observe("gvm_learner_step_seconds", stats.seconds)
         trained = set(result.fates.get(Fate.TRAINED, ()))
-        for rollout in (r for group in batch.groups for r in group.rollouts if r.work in trained):
-            metrics.count("gvm_learner_tokens", len(rollout.tokens) // 4)
-            version = self._version - result.trained
-            metrics.observe("gvm_lag_batches", version - min(span[0] for span in rollout.spans))
+        rollouts = [r for group in batch.groups for r in group.rollouts if r.work in trained]
+        lags = Counter(rollout.lag for rollout in rollouts)
+        metrics.count("gvm_learner_tokens", sum(len(rollout.tokens) // 4 for rollout in rollouts))
+        metrics.observe_counts("gvm_lag_batches", lags)
+        metrics.count("gvm_rollouts_at_max_lag", lags[self._config.allocation.max_lag])
+        metrics.count("gvm_tokens_clamped", result.clamped_tokens)
         metrics.set("gvm_loss", stats.loss)
         metrics.set("gvm_grad_norm", stats.grad_norm)
         metrics.set("gvm_reward_mean", stats.reward_mean)
         metrics.set("gvm_zero_signal_share", stats.zero_signal_groups / max(stats.groups, 1))
         metrics.set("gvm_logprob_mismatch", stats.mismatch)
         metrics.set("gvm_effective_sample_size", stats.effective_sample_size)
+        metrics.set("gvm_entropy", stats.entropy)
+        metrics.set("gvm_kl", stats.kl)
         if stats.noise is not None:
             metrics.set("gvm_gradient_variance", stats.noise.variance)
             metrics.set("gvm_gradient_signal", stats.noise.signal)
+            noise = stats.noise
+            scale = noise.variance * noise.tokens / noise.signal if noise.signal > 0 else math.nan
+            metrics.set("gvm_noise_scale_tokens", scale)
 
 
 @contextmanager
@@ -214,8 +276,8 @@ def weight_server(config: Config, folder: Path) -> Iterator[None]:
     if not address:
         yield
         return
-    plaintext = "plaintext" if config.stream.allow_plaintext else "loopback"
-    command = [sys.executable, "-m", "gvm_stream.learner.weight_server", str(folder), address, plaintext]
+    section = msgspec.json.encode(config.stream).decode()
+    command = [sys.executable, "-m", "gvm_stream.learner.weight_server", str(folder), section]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         assert server.stdin is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,30 +12,35 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gvm_stream.errors import WeightsError
-from gvm_stream.weights import checksum
-from gvm_stream.wire.messages import WeightsInfo
+from gvm_stream.weights import checksum, let_read
+from gvm_stream.wire.messages import Canary, WeightsInfo
 
 _PUBLISHED = re.compile(r"v(\d{8,})\.safetensors")
 
 
-def publish(weights: dict[str, Tensor], root: Path, version: int, address: str, keep: int) -> WeightsInfo:
-    """Write `root/vVERSION.safetensors` (Hugging Face names, tied tensors once) and announce it.
+def publish(
+    weights: dict[str, Tensor], root: Path, version: int, address: str, canary: Canary, keep: int
+) -> WeightsInfo:
+    """Write `root/vVERSION.safetensors` (Hugging Face names, tied tensors once); its announcement.
 
-    The file appears complete or not at all. Of the versions before it the newest `keep` - 1 stay.
+    The file appears complete or not at all; it is not synced, as a learner that comes back after a power cut publishes
+    a new version. Of the versions before it the newest `keep` - 1 stay.
     """
     path = _path(root, version)
     partial = path.with_suffix(".partial")
     try:
         root.mkdir(parents=True, exist_ok=True)
         save_file(weights, partial)
+        let_read(partial)
         # Of the bytes on disk, so that the checksum vouches for what producers will read.
         digest, size = checksum(partial), partial.stat().st_size
         os.replace(partial, path)
+        _delete_before(root, version, keep - 1)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise WeightsError(f"weights of version {version} cannot be written to {path}: {error}") from error
-    _delete_before(root, version, keep - 1)
-    return WeightsInfo(version=version, path=str(path), size=size, checksum=digest, address=address)
+    return WeightsInfo(version=version, path=str(path), size=size, checksum=digest, address=address, canary=canary)
 
 
 def published_versions(root: Path) -> list[int]:
