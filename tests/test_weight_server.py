@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from gvm_stream.errors import WeightsError
 from gvm_stream.producers.weights import WeightsSource
 from gvm_stream.weights import checksum
 from gvm_stream.wire.codec import decode_from_weight_server, encode
+from gvm_stream.wire.keys import create_keys
 from gvm_stream.wire.messages import Chunk, ChunkRefused, ChunkRequest, WeightsInfo
 from gvm_stream.wire.sockets import bind_router, connect_dealer
 from gvm_stream.wire.zmq_trio import ZmqSocket
+from tests.strangers import PickleBomb
 from tests.stream_processes import free_address
 
 pytestmark = pytest.mark.stream
@@ -35,8 +38,9 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-def start(folder: Path, address: str, plaintext: str = "loopback") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gvm_stream.learner.weight_server", str(folder), address, plaintext]
+def start(folder: Path, address: str, keys: str = "") -> subprocess.Popen[str]:
+    section = msgspec.json.encode(StreamSection(weights_address=address, keys=keys)).decode()
+    command = [sys.executable, "-m", "gvm_stream.learner.weight_server", str(folder), section]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -46,8 +50,8 @@ def pipe(stream: IO[str] | None) -> IO[str]:
 
 
 @contextmanager
-def served(folder: Path, address: str) -> Iterator[subprocess.Popen[str]]:
-    with start(folder, address) as server:
+def served(folder: Path, address: str, keys: str = "") -> Iterator[subprocess.Popen[str]]:
+    with start(folder, address, keys) as server:
         try:
             assert pipe(server.stdout).readline() == "ready\n"
             yield server
@@ -138,7 +142,7 @@ async def test_a_copy_that_cannot_be_written_is_a_weights_error(folder: Path, ad
 async def test_a_server_that_talks_nonsense_is_a_weights_error(folder: Path, source: WeightsSource) -> None:
     address = free_address()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with ZmqSocket(bind_router(context, address, "k", plaintext=False, limit_mib=1)) as rogue:
+    with ZmqSocket(bind_router(context, address, "k", stream=StreamSection(), server="learner")) as rogue:
 
         async def answer() -> None:
             identity, _ = await rogue.recv()
@@ -150,12 +154,16 @@ async def test_a_server_that_talks_nonsense_is_a_weights_error(folder: Path, sou
     context.term()
 
 
-async def test_nonsense_and_impossible_offsets_do_not_end_the_server(folder: Path, address: str) -> None:
+async def test_nonsense_and_impossible_offsets_do_not_end_the_server(
+    folder: Path, address: str, tmp_path: Path
+) -> None:
+    bomb = PickleBomb(tmp_path / "marker")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    raw = connect_dealer(context, address, "k", identity=b"stray", limit_mib=64)
-    with ZmqSocket(raw) as stray, trio.fail_after(10):
-        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x91" * 100_000]):
+    raw, watch = connect_dealer(context, address, "k", stream=StreamSection(), role="producer", identity=b"stray")
+    with watch, ZmqSocket(raw) as stray, trio.fail_after(10):
+        for frames in ([b""], [b"\xc1"], [b"a", b"b"], [b"\x91" * 100_000], [bomb.message()]):
             await stray.send(frames)
+        bomb.throw_at(address)
         for offset in (-1, 2**63, 2**64 - 1):
             await stray.send([encode(ChunkRequest(version=3, offset=offset))])
             assert isinstance(decode_from_weight_server(await stray.recv()), ChunkRefused)
@@ -163,7 +171,37 @@ async def test_nonsense_and_impossible_offsets_do_not_end_the_server(folder: Pat
         chunk = decode_from_weight_server(await stray.recv())
         assert isinstance(chunk, Chunk)
         assert (chunk.offset, len(chunk.data)) == (SIZE - 2, 2)
+        bomb.assert_harmless()
     context.term()
+
+
+async def test_with_keys_weights_are_for_producers_that_have_one(folder: Path, tmp_path: Path) -> None:
+    keys, strangers, copies = tmp_path / "keys", tmp_path / "strangers", tmp_path / "copies"
+    create_keys(keys)
+    create_keys(strangers)
+    copies.mkdir()
+    (strangers / "public.keys").write_text((keys / "public.keys").read_text())
+    address = free_address()
+
+    def source(keys: Path | str) -> WeightsSource:
+        return WeightsSource(StreamSection(heartbeat_s=0.1, silence_s=1, keys=str(keys)), "p", copies)
+
+    with served(folder, address, str(keys)):
+        async with source(keys).local(announced(folder, address)) as copy:
+            assert await trio.Path(copy).read_bytes() == CONTENT
+        refused = await failure(source(strangers), announced(folder, address))
+        assert f"cannot be fetched to {copies / 'v00000003.safetensors'}: the learner at {address} does not " in refused
+        assert "cannot be fetched" in await failure(source(""), announced(folder, address))
+    assert names(copies) == []
+
+
+def test_an_interrupt_of_the_terminal_is_for_the_learner(folder: Path) -> None:
+    with served(folder, free_address()) as server:
+        server.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(0.5)
+        pipe(server.stdin).close()
+        assert server.wait(10) == 0
 
 
 def test_the_server_ends_with_its_standard_input(folder: Path) -> None:

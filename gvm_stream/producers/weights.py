@@ -6,13 +6,14 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
 import zmq
 
 from gvm_stream.config import StreamSection
-from gvm_stream.errors import WeightsError, WireError
+from gvm_stream.errors import StreamError, WeightsError, WireError
 from gvm_stream.weights import verify_weights
 from gvm_stream.wire.codec import decode_from_weight_server, encode
 from gvm_stream.wire.link import identity_of, new_epoch
@@ -41,7 +42,7 @@ class WeightsSource:
         try:
             try:
                 await self._fetch(info, copy)
-            except (OSError, WireError) as error:
+            except (OSError, WireError, StreamError) as error:
                 raise WeightsError(f"weights of version {info.version} cannot be fetched to {copy}: {error}") from error
             await trio.to_thread.run_sync(verify_weights, info, copy)
             yield copy
@@ -52,17 +53,20 @@ class WeightsSource:
         """Chunk by chunk; a lost answer is asked for again, from where the copy ends."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            raw = connect_dealer(
+            raw, watch = connect_dealer(
                 context,
                 info.address,
                 "stream.weights_address",
+                stream=self._stream,
+                role="producer",
                 identity=identity_of("producer", self._name, new_epoch()),
-                limit_mib=self._stream.max_message_mib,
+                server="learner",
             )
-            with ZmqSocket(raw) as socket, copy.open("wb") as file:
+            raw.linger = 0  # a question that nobody has read
+            with watch, ZmqSocket(raw) as socket, copy.open("wb") as file:
                 while file.tell() < info.size:
                     offset = file.tell()
-                    chunk = await self._chunk(socket, info, offset)
+                    chunk = await watch.unless_refused(partial(self._chunk, socket, info, offset))
                     if not chunk:
                         raise WeightsError(
                             f"weights of version {info.version} end after {offset} bytes at {info.address}, expected "

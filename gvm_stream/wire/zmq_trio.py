@@ -13,7 +13,7 @@ Operations are cancellation-safe: a message is either still in the socket or ret
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self, final
 
@@ -27,10 +27,11 @@ Frames = list[bytes]
 class ZmqSocket:
     """Own a plain `zmq.Socket`; every method belongs to the trio thread that made it."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], admits: Callable[[zmq.Frame], bool] | None = None) -> None:
+        """`admits` is asked about the identity frame of every message of a ROUTER; what it refuses is dropped."""
         if socket.linger == -1:
             raise ValueError("set socket.linger first: the default (-1) makes context.term() wait for ever")
-        self._socket = socket
+        self._socket, self._admits = socket, admits
         self._fd = socket.fileno()
         self._parked = trio.lowlevel.ParkingLot()
         self._leader: trio.CancelScope | None = None
@@ -44,16 +45,27 @@ class ZmqSocket:
         """Wait for one message, then take up to `limit` that are already here: one checkpoint per batch."""
         await trio.lowlevel.checkpoint()
         batch: list[Frames] = []
-        while True:
+        while not batch:
             try:
-                while len(batch) < limit:
-                    batch.append(self._socket.recv_multipart(zmq.DONTWAIT))
+                for _ in range(limit):
+                    self._receive_into(batch)
             except zmq.Again:
                 if not batch:
                     await self._wait_for(zmq.POLLIN)
-                    continue
-            self._wake_sleepers()
-            return batch
+            else:
+                if not batch:  # refused, all of it: a flood must not keep the others from running
+                    await trio.lowlevel.checkpoint()
+        self._wake_sleepers()
+        return batch
+
+    def _receive_into(self, batch: list[Frames]) -> None:
+        if self._admits is None:
+            batch.append(self._socket.recv_multipart(zmq.DONTWAIT))
+            return
+        identity = self._socket.recv(zmq.DONTWAIT, copy=False)  # only a Frame knows whose key it came with
+        content = self._socket.recv_multipart(zmq.DONTWAIT)
+        if self._admits(identity):
+            batch.append([identity.bytes, *content])
 
     async def send(self, frames: Iterable[bytes]) -> None:
         """Queue one message, waiting while the high-water mark is reached (that wait is the backpressure)."""
