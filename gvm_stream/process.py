@@ -1,8 +1,7 @@
-"""What every process of a run has in common: logging, signals, one sentence for an error."""
+"""What every process of a run has in common: signals, one sentence for an error."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -10,16 +9,6 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from gvm_stream.errors import GvmStreamError
-
-
-def set_up_logging(process: str, *, verbose: bool = False) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format=f"%(asctime)s {process} %(levelname).1s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    for noisy in ("httpx", "datasets", "transformers", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def run_process(main: Callable[[], Awaitable[None]]) -> None:

@@ -1,0 +1,1 @@
+"""Grafana dashboards, built in code: `python -m gvm_stream.dashboards` writes those of ops/grafana/ (extra `ops`)."""
