@@ -1,0 +1,1 @@
+"""`gvm-stream report`: a run as one page of HTML. Verdicts and charts are made of report.json alone."""
