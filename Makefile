@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints-cpu.txt
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: run test check clean
+.PHONY: run test check ops-check clean
 
 run: $(READY)
 	$(BIN)/gvm-stream run examples/arithmetic.toml
@@ -19,6 +19,15 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Deployment files go through the tools they are for, pages through a browser, figures to the trackers; a real Prometheus
+# scrapes a real run and is asked every query of the dashboards and alerts.
+OPS_TESTS := $(addprefix tests/test_,metrics_docs.py dashboards.py alerts.py ops.py report_page.py trackers.py)
+ops-check: $(READY)
+	ops/check.sh
+	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[tensorboard,wandb,trackio]'
+	CI=true $(BIN)/pytest --quiet $(OPS_TESTS)
+	$(BIN)/python ops/check_prometheus.py
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
