@@ -7,11 +7,18 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from gvm_stream.doctor.commands import add_command as add_doctor_command
 from gvm_stream.errors import ConfigError, GvmStreamError
+from gvm_stream.keys_command import add_commands as add_keys_commands
+from gvm_stream.report.commands import add_command as add_report_command
 from gvm_stream.simulate.commands import add_command as add_simulate_command
 from gvm_stream.verify.commands import add_commands as add_verify_commands
+from gvm_stream.watching import add_status_command, add_top_command
+
+if TYPE_CHECKING:
+    from gvm_stream.config import Config
 
 OVERRIDES = "any key of the configuration can be overridden by --section.key=value, for example --run.steps=50"
 
@@ -73,7 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = verbs.add_parser("verify", help="check golds, explain a verdict, measure a verifier", epilog=OVERRIDES)
     add_verify_commands(verify)
+    add_keys_commands(verbs.add_parser("keys", help="who may join a run over a network"))
     add_simulate_command(verbs.add_parser("simulate", help="compare allocation policies in a made-up world"))
+    add_doctor_command(verbs.add_parser("doctor", help="check a machine before a run costs money", epilog=OVERRIDES))
+
+    add_status_command(verbs.add_parser("status", help="one picture of a run that is going", epilog=OVERRIDES))
+    add_report_command(verbs.add_parser("report", help="one page about a run that has ended"))
+    add_top_command(verbs.add_parser("top", help="watch a run as it goes", epilog=OVERRIDES))
 
     config = verbs.add_parser("config", help="print the resolved configuration and what it implies", epilog=OVERRIDES)
     config.add_argument("file", nargs="?", type=Path, help="configuration, TOML")
@@ -102,10 +115,10 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
-def _logging(name: str) -> None:
-    from gvm_stream.process import set_up_logging
+def _logging(name: str, role: str, config: Config) -> None:
+    from gvm_stream.logs import set_up_logging
 
-    set_up_logging(name)
+    set_up_logging(name, role, form=config.run.log_format)
 
 
 def _run(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -124,7 +137,7 @@ def _allocator(options: argparse.Namespace, overrides: list[str]) -> int:
     from gvm_stream.config_file import load_config
 
     config = load_config(options.config, overrides)
-    _logging("allocator")
+    _logging("allocator", "allocator", config)
     run_allocator(config, resume=options.resume, supervised=options.supervised)
     return 0
 
@@ -133,7 +146,7 @@ def _learner(options: argparse.Namespace, overrides: list[str]) -> int:
     from gvm_stream.config_file import load_config
 
     config = load_config(options.config, overrides)
-    _logging("learner")
+    _logging("learner", "learner", config)
     from gvm_stream.learner.main import main as run_learner
 
     run_learner(config, resume=options.resume)
@@ -144,7 +157,7 @@ def _producer(options: argparse.Namespace, overrides: list[str]) -> int:
     from gvm_stream.config_file import load_config
 
     config = load_config(options.config, overrides)
-    _logging(options.name or "producer")
+    _logging(options.name or "producer", "producer", config)
     from gvm_stream.producers.main import main as run_producer
 
     run_producer(config, options.name)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gvm_stream.config_allocation import AllocationSection as AllocationSection
+from gvm_stream.config_learner import DEVICE
 from gvm_stream.config_learner import Aggregate as Aggregate
 from gvm_stream.config_learner import LearnerSection as LearnerSection
 from gvm_stream.config_verifier import CodeSection as CodeSection
@@ -23,6 +24,7 @@ from gvm_stream.config_verifier import PatternSection as PatternSection
 from gvm_stream.config_verifier import VerifierKind as VerifierKind
 from gvm_stream.config_verifier import VerifierSection as VerifierSection
 from gvm_stream.config_verifier import used_kinds, verifier_problem
+from gvm_stream.trackers import TrackerName
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -36,10 +38,18 @@ class RunSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = "runs/default"
     seed: Annotated[int, Meta(ge=0, description="Seed of sampling, prompt order and training.")] = 0
     steps: Annotated[int, Meta(ge=1, description="Training batches until the run is finished.")] = 100
+    log_format: Annotated[
+        Literal["human", "json"], Meta(description="Logs of the processes: lines for people, or one JSON object each.")
+    ] = "human"
     producers: Annotated[int, Meta(ge=1, description="Producer processes that `gvm-stream run` starts.")] = 1
-    producer_restarts: Annotated[
-        int, Meta(ge=0, description="How often `gvm-stream run` restarts producers that died, in all.")
-    ] = 3
+    restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How often `gvm-stream run` starts processes again, in all: producers that died, allocator and "
+            "learner that were killed.",
+        ),
+    ] = 10
 
 
 class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +120,13 @@ class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tcp://HOST:PORT; empty: nowhere."
         ),
     ] = ""
+    keys: Annotated[
+        str,
+        Meta(
+            description="Folder with the keys of this process, as `gvm-stream keys create` makes it; empty: no "
+            "encryption, and only processes of this machine may join."
+        ),
+    ] = ""
     allow_plaintext: Annotated[
         bool, Meta(description="Listen on more than this machine without encryption or authentication.")
     ] = False
@@ -121,13 +138,20 @@ class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         Meta(gt=0, description="A rollout without a new token, or a run without any progress, for so long has failed."),
     ] = 300.0
+    spool: Annotated[
+        bool,
+        Meta(
+            description="Write what happens to a database in the run directory, so that a run survives the death of "
+            "its allocator. Without it the run ends with it."
+        ),
+    ] = True
     max_message_mib: Annotated[int, Meta(ge=1, description="Largest message accepted, in MiB.")] = 256
 
 
 class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Annotated[Literal["transformers"], Meta(description="Inference engine.")] = "transformers"
     slots: Annotated[int, Meta(ge=1, description="Most rollouts in generation at once, per producer.")] = 256
-    device: Annotated[str, Meta(description="torch device of the engine.")] = "cpu"
+    device: Annotated[str, Meta(pattern=DEVICE, description="torch device of the engine.")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="torch threads of the engine on a CPU.")] = 1
     kv_policy: Annotated[
         Literal["recompute", "keep"],
@@ -148,6 +172,13 @@ class MetricsSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Meta(ge=0, le=65000, description="First port tried; each process takes the next free one. 0: no endpoints."),
     ] = 9400
+    trackers: Annotated[
+        tuple[TrackerName, ...],
+        Meta(
+            description="Experiment trackers that get the metrics of allocator and learner after every batch, too: "
+            "tensorboard, wandb (offline), trackio. Each needs the extra of its name."
+        ),
+    ] = ()
 
 
 class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,14 +225,17 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         learner = self.learner
         if not all(0 <= beta < 1 for beta in learner.betas):
             raise ValueError(f"learner.betas = {list(learner.betas)} must hold two numbers from 0 to below 1")
-        from gvm_stream.learner.advantages import ADVANTAGES  # numpy, only where a configuration is made
-        from gvm_stream.learner.losses import LOSSES
+        from gvm_stream.learner.objective import make_estimators  # numpy, only where a configuration is made
 
         # Classes of the user are imported by the learner alone.
-        if ":" not in learner.advantage:
-            ADVANTAGES.make(learner.advantage, learner.advantage_options)
-        if ":" not in learner.loss:
-            LOSSES.make(learner.loss, learner.loss_options)
+        plain = LearnerSection()
+        if ":" in learner.advantage:
+            learner = msgspec.structs.replace(
+                learner, advantage=plain.advantage, advantage_options=plain.advantage_options
+            )
+        if ":" in learner.loss:
+            learner = msgspec.structs.replace(learner, loss=plain.loss, loss_options=plain.loss_options)
+        make_estimators(learner)
 
     def _check_allocation(self) -> None:
         a, advantage = self.allocation, self.learner.advantage

@@ -100,4 +100,4 @@ class AllocationSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "0: sampling and training take turns.",
         ),
     ] = 1
-    max_attempts: Annotated[int, Meta(ge=1, description="Attempts at one rollout before it counts as failed.")] = 3
+    max_attempts: Annotated[int, Meta(ge=1, description="Attempts at one rollout before it counts as failed.")] = 5

@@ -84,6 +84,11 @@ def agreed_values(config: Config) -> dict[str, str]:
     return values
 
 
+def written(config: Config) -> bytes:
+    """The content of config.json."""
+    return msgspec.json.format(msgspec.json.encode(config))
+
+
 def documented(config: Config) -> str:
     """The configuration as TOML, every key with its meaning."""
     lines: list[str] = []
@@ -189,4 +194,6 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
 
     replace = msgspec.structs.replace
     data = replace(config.data, train=resolve(config.data.train), heldout=resolve(config.data.heldout))
-    return replace(config, data=data, model=replace(config.model, path=resolve(config.model.path)))
+    stream = replace(config.stream, keys=resolve(config.stream.keys))
+    model = replace(config.model, path=resolve(config.model.path))
+    return replace(config, data=data, model=model, stream=stream)

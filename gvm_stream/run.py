@@ -1,7 +1,8 @@
 """`gvm-stream run`: start allocator, learner and producers on this machine, show progress, end them in order.
 
 The processes are the same that people start by hand; this supervisor only starts, watches and stops them, and restarts
-producers that die. The allocator ends with its standard input, so nothing outlives a supervisor that is killed.
+those that die: producers always, allocator and learner when they are killed (an error of their own would only come
+again). The allocator ends with its standard input, so nothing outlives a supervisor that is killed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import trio
 import zmq
 
 from gvm_stream.config import Config, StreamSection
+from gvm_stream.config_file import written
 from gvm_stream.errors import ConfigError, DataError, GvmStreamError, StreamError
 from gvm_stream.files import write_atomically
 from gvm_stream.process import leaf_error, set_on_signal
@@ -62,23 +64,27 @@ class Child:
             self.process.kill()
 
     def last_words(self) -> str:
-        """The error sentence it ended with, or the last line of its log."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        """The error sentence it ended with, or the last line of its log (without the frames of nested tracebacks)."""
+        written = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        lines = [words for line in written if (words := line.strip(" |+-"))]
         errors = [line for line in lines if line.startswith("error: ")]
-        return errors[-1].removeprefix("error: ") if errors else (lines[-1] if lines else "it said nothing")
+        lines = [line for line in lines if any(map(str.isalnum, line))]  # the frame around an exception group
+        return errors[-1].removeprefix("error: ") if errors else (lines[-1].strip(" |") if lines else "it said nothing")
 
 
 class Supervisor:
-    def __init__(self, config: Config, folder: Path, *, resume: bool, progress: Progress) -> None:
-        self._config, self._folder, self._progress = config, folder, progress
-        given = ["--config", str(folder / "config.json"), *(["--resume"] if resume else [])]
-        self.allocator = self._child("allocator", ["allocator", *given, "--supervised"])
-        self._learner = self._child("learner", ["learner", *given])
+    def __init__(self, config: Config, settings: Path, *, resume: bool, progress: Progress) -> None:
+        """`settings` is the file that the processes read `config` from."""
+        self._config, self._folder, self._progress = config, Path(config.run.dir), progress
+        given = ["--config", str(settings)]
+        resumed = ["--resume"] if resume else []
+        self.allocator = self._child("allocator", ["allocator", *given, "--supervised", *resumed])
+        self._learner = self._child("learner", ["learner", *given, *resumed])
         self._producers = [
-            self._child(f"producer-{i}", ["producer", *given[:2], "--name", f"producer-{i}"])
+            self._child(f"producer-{i}", ["producer", *given, "--name", f"producer-{i}"])
             for i in range(config.run.producers)
         ]
-        self._restarts_left = config.run.producer_restarts
+        self._restarts_left = config.run.restarts
         self._stopping = False
         self.interrupted = False
         self.problem = ""
@@ -99,12 +105,13 @@ class Supervisor:
                 for child in self._producers:
                     nursery.start_soon(self._watch_producer, child)
                 nursery.start_soon(self._show_progress)
-                self.exit_status = await self.allocator.wait()
+                self.exit_status = await self._watch_allocator()
                 self._stopping = True
                 with trio.move_on_after(STOP_GRACE_S):
-                    for child in (self._learner, *self._producers):
-                        if self.exit_status:
+                    if self.exit_status:
+                        for child in (self._learner, *self._producers):
                             child.terminate()
+                    for child in (self._learner, *self._producers):
                         await child.wait()
                 nursery.cancel_scope.cancel()
         finally:
@@ -114,24 +121,44 @@ class Supervisor:
     def _child(self, name: str, arguments: list[str]) -> Child:
         return Child(name, arguments, self._folder / "logs" / f"{name}.log")
 
+    async def _watch_allocator(self) -> int:
+        """Its last exit status."""
+        spool = self._config.stream.spool
+        while (status := await self.allocator.wait()) < 0 and spool and self._may_restart(self.allocator, status):
+            await self._restart(self.allocator, resume=True)
+            if self._stopping:  # told so while it was being started
+                self.allocator.terminate()
+        if status < 0 and not spool:
+            self._fail(f"the allocator ended ({_status(status)}), and with stream.spool = false the run ends with it")
+        return status
+
     async def _watch_learner(self) -> None:
-        status = await self._learner.wait()
-        if status:
-            self._fail(f"the learner ended ({_status(status)}): {self._learner.last_words()}")
+        while status := await self._learner.wait():
+            if status > 0 or not self._may_restart(self._learner, status):
+                self._fail(f"the learner ended ({_status(status)}): {self._learner.last_words()}")
+                return
+            await self._restart(self._learner, resume=True)
 
     async def _watch_producer(self, child: Child) -> None:
-        while True:
-            status = await child.wait()
-            if not status or self._stopping:
-                return
-            if not self._restarts_left or status == ConfigError.exit_status:
+        while status := await child.wait():
+            if status == ConfigError.exit_status or not self._may_restart(child, status):
                 self._fail(
                     f"{child.name} ended ({_status(status)}), {self._restarts_left} restarts left: {child.last_words()}"
                 )
                 return
-            self._restarts_left -= 1
-            self._progress.note(f"{child.name} ended ({_status(status)}) and is started again: {child.last_words()}")
-            await child.start()
+            await self._restart(child)
+
+    def _may_restart(self, child: Child, status: int) -> bool:
+        if self._stopping or not self._restarts_left:
+            return False
+        self._restarts_left -= 1
+        self._progress.note(f"{child.name} ended ({_status(status)}) and is started again: {child.last_words()}")
+        return True
+
+    async def _restart(self, child: Child, *, resume: bool = False) -> None:
+        if resume and "--resume" not in child.arguments:
+            child.arguments.append("--resume")
+        await child.start()
 
     def _fail(self, problem: str) -> None:
         if not self._stopping:
@@ -167,9 +194,11 @@ def run(config: Config, *, resume: Path | None, plain: bool) -> int:
     check_address(config.stream)
     folder = resume or free_folder(Path(config.run.dir))
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, dir=str(folder)))
-    write_atomically(folder / "config.json", msgspec.json.format(msgspec.json.encode(config)))
+    # Changed on a resume, it becomes config.json once the allocator has found that the run can go on with it.
+    settings = folder / ("resumed.json" if resume else "config.json")
+    write_atomically(settings, written(config))
     with Progress(config, folder, plain=plain) as progress:
-        supervisor = Supervisor(config, folder, resume=resume is not None, progress=progress)
+        supervisor = Supervisor(config, settings, resume=resume is not None, progress=progress)
         trio.run(supervisor.run)
     report_path = folder / "report.json"
     again = f"; continue with: gvm-stream run --resume {folder}"
@@ -179,14 +208,14 @@ def run(config: Config, *, resume: Path | None, plain: bool) -> int:
     if supervisor.exit_status or supervisor.problem:
         problem = supervisor.problem or supervisor.allocator.last_words()
         error = DataError if supervisor.exit_status == DataError.exit_status else StreamError
-        raise error(problem + (again if (folder / "checkpoints").exists() else ""))
+        raise error(problem + (again if config.stream.spool and (folder / "allocator").exists() else ""))
     report = json.loads(report_path.read_text())
-    from gvm_stream.plot import plot_run  # matplotlib, only now
+    from gvm_stream.report.page import render  # jinja2, only now
 
     try:
-        plot_run(report, folder / "curve.png")
+        write_atomically(folder / "report.html", render(report, folder.name).encode())
     except OSError as error:
-        progress.note(f"{folder / 'curve.png'} cannot be written: {error.strerror}")
+        progress.note(f"{folder / 'report.html'} cannot be written: {error.strerror}")
     progress.summary(report, folder)
     return 0 if report["outcome"] == "finished" else 130
 
@@ -196,13 +225,7 @@ def check_address(stream: StreamSection) -> None:
     the other processes would join the run that listens there."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        bind_router(
-            context,
-            stream.address,
-            "stream.address",
-            plaintext=stream.allow_plaintext,
-            limit_mib=stream.max_message_mib,
-        ).close()
+        bind_router(context, stream.address, "stream.address", stream=stream, server="allocator").close()
     finally:
         context.term()
 

@@ -125,7 +125,7 @@ class ScriptedAllocator:
 async def scripted_allocator(stream: StreamSection) -> AsyncIterator[ScriptedAllocator]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        with ZmqSocket(bind_router(context, stream.address, "address", plaintext=False, limit_mib=1)) as socket:
+        with ZmqSocket(bind_router(context, stream.address, "address", stream=stream, server="allocator")) as socket:
             yield ScriptedAllocator(socket)
     finally:
         context.term()
@@ -143,8 +143,10 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def local_stream(*, heartbeat_s: float = 0.05, silence_s: float = 10.0) -> StreamSection:
-    return StreamSection(address=free_address(), heartbeat_s=heartbeat_s, silence_s=silence_s)
+def local_stream(*, heartbeat_s: float = 0.05, silence_s: float = 10.0, progress_s: float = 30.0) -> StreamSection:
+    return StreamSection(
+        address=free_address(), heartbeat_s=heartbeat_s, silence_s=silence_s, progress_s=progress_s, max_message_mib=1
+    )
 
 
 def text_tokens(text: str) -> bytes:

@@ -113,8 +113,8 @@ WRONG: list[tuple[Callable[[OnlineAllocator], object], type[Exception], str]] = 
         "name 7 rollouts, the batch has 6; 0",
     ),
     (lambda a: a.settle(1, 2, {Fate.PENDING: range(7, 13)}), ValueError, "pending is not the fate of a settled"),
-    (lambda a: a.load_state_dict({**a.state_dict(), "format": 9}), ValueError, "format 9, expected 2"),
-    (lambda a: a.load_state_dict({}), ValueError, "format None, expected 2"),
+    (lambda a: a.load_state_dict({**a.state_dict(), "format": 9}), ValueError, "format 9, expected 4"),
+    (lambda a: a.load_state_dict({}), ValueError, "format None, expected 4"),
     (lambda a: a.load_state_dict(allocator(3).state_dict()), ValueError, "other ones than the 5 of this allocator"),
 ]
 

@@ -197,8 +197,7 @@ def test_a_run_without_its_model_or_data_says_so_and_leaves_no_process(
 def test_a_disk_that_fills_up_ends_the_run_with_the_reason_and_no_process_left(small_disk: Path) -> None:
     small = ["--eval.prompts=8", "--eval.samples=1", "--allocation.prompts_per_step=4"]
     sentence = error_of(run(small_disk / "run", *small), 1)  # there is room for the weights of one version
-    assert "the learner ended" in sentence
-    assert "No space left on device" in sentence
+    assert "No space left on device" in sentence or "disk is full" in sentence  # learner or allocator, who comes first
     assert processes_about(str(small_disk)) == []
     left = {path.name for path in small_disk.rglob("*") if path.is_file()}
     assert not [name for name in left if name.startswith(".") or name.endswith((".partial", ".part", ".tmp"))]

@@ -41,7 +41,8 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_files_parse_and_their_model_and_data_are_there(path: Path) -> None:
     config = load_config(path)
-    assert Path(config.model.path).is_dir()
+    on_the_hub = config.data.source == "hub"
+    assert Path(config.model.path).is_dir() != on_the_hub
     assert config.data.source != "jsonl" or Path(config.data.train).is_file()
 
 
@@ -60,7 +61,7 @@ def test_there_is_a_shipped_file() -> None:
         ),
         (
             minimal(metrics={"qqqqqqqqqqqqqq": 1}),
-            'unknown key "metrics.qqqqqqqqqqqqqq" in a.toml; there are metrics.host, metrics.port',
+            'unknown key "metrics.qqqqqqqqqqqqqq" in a.toml; there are metrics.host, metrics.port, metrics.trackers',
         ),
     ],
 )
@@ -85,6 +86,10 @@ def test_an_unknown_key_names_the_nearest_known_one_at_any_depth(raw: Raw, sente
         ),
         (minimal(metrics={"port": 65001}), "metrics.port = 65001 in a.toml: expected `int` <= 65000"),
         (minimal(allocation={"prior": [1]}), "allocation.prior = [1] in a.toml: expected `array` of length 2, got 1"),
+        (
+            minimal(learner={"device": "gpu"}),
+            "learner.device = \"gpu\" in a.toml: expected `str` matching regex '^(cpu|cuda(:\\\\d+)?)$'",
+        ),
         (minimal(run=3), "run = 3 in a.toml: expected `object`, got `int`"),
         (minimal(learner={"lr": float("nan")}), "learner.lr = nan in a.toml: expected a finite number"),
         (minimal(stream={"progress_s": float("inf")}), "stream.progress_s = inf in a.toml: expected a finite number"),

@@ -14,7 +14,7 @@ from gvm_stream.verify.flaky import FlakyPrompt, FlakyPrompts
 
 def test_one_text_with_two_rewards_makes_a_prompt_flaky() -> None:
     flaky = FlakyPrompts(0.5)
-    for text, reward in ((b"a", 1.0), (b"b", 0.0), (b"a", 1.0), (b"a", 0.0)):
+    for text, reward in ((1, 1.0), (2, 0.0), (1, 1.0), (1, 0.0)):
         flaky.observe("train-1", text, reward)
     assert flaky.report() == (
         FlakyPrompt(
@@ -29,7 +29,7 @@ def test_one_text_with_two_rewards_makes_a_prompt_flaky() -> None:
 
 def test_different_texts_and_different_prompts_may_differ() -> None:
     flaky = FlakyPrompts(0.5)
-    for prompt, text, reward in (("train-1", b"a", 1.0), ("train-1", b"b", 0.0), ("train-2", b"a", 0.0)):
+    for prompt, text, reward in (("train-1", 1, 1.0), ("train-1", 2, 0.0), ("train-2", 1, 0.0)):
         flaky.observe(prompt, text, reward)
     assert flaky.report() == ()
 
@@ -37,9 +37,9 @@ def test_different_texts_and_different_prompts_may_differ() -> None:
 def test_an_unscorable_rollout_does_not_disagree_with_a_scored_one_of_the_same_text() -> None:
     flaky = FlakyPrompts(0.5)
     for reward in (1.0, None, 1.0):
-        flaky.observe("train-1", b"a", reward)
+        flaky.observe("train-1", 1, reward)
     assert flaky.report() == ()
-    flaky.observe("train-1", b"a", 0.0)
+    flaky.observe("train-1", 1, 0.0)
     (found,) = flaky.report()
     assert (found.disagreements, found.scored, found.unscorable) == (1, 3, 1)
 
@@ -59,14 +59,14 @@ def test_half_of_at_least_four_rollouts_unscorable_makes_a_prompt_flaky(
 ) -> None:
     flaky = FlakyPrompts(0.5)
     for i, reward in enumerate(rewards):
-        flaky.observe("train-1", str(i).encode(), reward)
+        flaky.observe("train-1", i, reward)
     assert [found.prompt for found in flaky.report()] == ["train-1"] * is_flaky
 
 
 def test_a_share_counts_as_reached_in_decimals() -> None:
     flaky = FlakyPrompts(0.7)
     for i in range(10):
-        flaky.observe("train-1", str(i).encode(), None if i < 7 else 1.0)
+        flaky.observe("train-1", i, None if i < 7 else 1.0)
     assert flaky.report()[0].reason == "7 of 10 rollouts are unscorable"
 
 
@@ -74,7 +74,7 @@ def test_both_reasons_are_given_and_the_worst_prompt_comes_first() -> None:
     flaky = FlakyPrompts(0.5)
     for prompt, rewards in (("c", [None] * 4), ("b", [None] * 5), ("a", [1.0, 0.0, None, None, None])):
         for reward in rewards:
-            flaky.observe(prompt, b"same", reward)
+            flaky.observe(prompt, 7, reward)
     assert [(found.prompt, found.disagreements, found.unscorable) for found in flaky.report()] == [
         ("a", 1, 3),
         ("b", 0, 5),
@@ -85,36 +85,36 @@ def test_both_reasons_are_given_and_the_worst_prompt_comes_first() -> None:
 
 def test_only_the_responses_seen_last_are_remembered() -> None:
     flaky = FlakyPrompts(0.5, responses=2)
-    for text in (b"a", b"b", b"a", b"c"):  # b is the one not seen for longest
+    for text in (1, 2, 1, 3):  # b is the one not seen for longest
         flaky.observe("train-1", text, 1.0)
-    flaky.observe("train-1", b"b", 0.0)
+    flaky.observe("train-1", 2, 0.0)
     assert flaky.report() == ()
-    flaky.observe("train-1", b"c", 0.0)
+    flaky.observe("train-1", 3, 0.0)
     assert flaky.report()[0].disagreements == 1
 
 
 def test_the_healthy_prompt_not_heard_of_for_longest_is_forgotten_first() -> None:
     flaky = FlakyPrompts(0.5, prompts=2)
-    flaky.observe("bad", b"a", 1.0)
-    flaky.observe("bad", b"a", 0.0)
-    flaky.observe("old", b"a", 1.0)
-    flaky.observe("new", b"a", 1.0)  # "old" goes, although "bad" is older
-    flaky.observe("old", b"a", 0.0)
+    flaky.observe("bad", 1, 1.0)
+    flaky.observe("bad", 1, 0.0)
+    flaky.observe("old", 1, 1.0)
+    flaky.observe("new", 1, 1.0)  # "old" goes, although "bad" is older
+    flaky.observe("old", 1, 0.0)
     assert [found.prompt for found in flaky.report()] == ["bad"]
 
 
-Observation = tuple[str, bytes, float | None]
+Observation = tuple[str, int, float | None]
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("pqr"), st.sampled_from([b"x", b"y", b"z"]), st.sampled_from([0.0, 1.0, None])),
+        st.tuples(st.sampled_from("pqr"), st.sampled_from([24, 25, 26]), st.sampled_from([0.0, 1.0, None])),
         max_size=60,
     )
 )
 def test_within_its_bounds_it_counts_what_was_observed(observations: list[Observation]) -> None:
     flaky = FlakyPrompts(0.5)
-    rewards: dict[str, dict[bytes, list[float | None]]] = defaultdict(lambda: defaultdict(list))
+    rewards: dict[str, dict[int, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     for prompt, text, reward in observations:
         flaky.observe(prompt, text, reward)
         rewards[prompt][text].append(reward)

@@ -95,7 +95,7 @@ class Reports(RuleBasedStateMachine):
 
     @invariant()
     def every_token_counts_once(self) -> None:
-        assert self.counted == sum(self.spent.values())
+        assert self.counted == self.ledger.tokens == sum(self.spent.values())
 
 
 def test_attempts_and_tokens_are_conserved_whatever_is_reported_when() -> None:
@@ -182,6 +182,7 @@ def test_a_loaded_ledger_goes_on_where_the_saved_one_was() -> None:
     assert loaded.conserved()
     assert loaded.running() == [third]
     assert (loaded.attempt_of(third.work), loaded.attempt_of(first.work)) == (0, None)
+    assert (loaded.item(third.work), loaded.item(first.work), loaded.tokens) == (third, None, 9)
     assert loaded.settle(first.work, 0, Failed(reason="late", tokens=9)) == (Reception.DUPLICATE, None, 2)
     assert issue(loaded).work == 4
 

@@ -8,11 +8,25 @@ from gvm_stream.config import StreamSection
 from gvm_stream.errors import ConfigError, StreamError, WireError
 from gvm_stream.process import leaf_error
 from gvm_stream.wire.link import Link, new_epoch, open_link
-from gvm_stream.wire.messages import PROTOCOL, Alive, Cancel, Heartbeat, Hello, Refused, StatusRequest, Stop, ToPeer
+from gvm_stream.wire.messages import (
+    PROTOCOL,
+    Alive,
+    Cancel,
+    Heartbeat,
+    Hello,
+    Loaded,
+    Refused,
+    Status,
+    StatusRequest,
+    Stop,
+    ToPeer,
+    Unknown,
+)
 from tests.doubles import ScriptedAllocator, local_stream, scripted_allocator
 from tests.wire_samples import TO_PEER
 
-WELCOME = TO_PEER["welcome"]
+WELCOME, STATUS = TO_PEER["welcome"], TO_PEER["status"]
+assert isinstance(STATUS, Status)
 
 
 async def join(stream: StreamSection, patience_s: float = 5.0) -> Link:
@@ -64,9 +78,9 @@ async def test_a_refusal_gives_its_reason() -> None:
 
 
 async def test_an_answer_that_is_no_welcome_is_a_wire_error() -> None:
-    error = await joined(local_stream(), Alive())
+    error = await joined(local_stream(), Alive(), Cancel(works=(1,), reason="r"))
     assert isinstance(error, WireError)
-    assert "answered a hello with Alive" in str(error)
+    assert "answered a hello with Cancel" in str(error)
 
 
 async def test_nobody_there_is_an_error_after_the_patience_and_a_malformed_address_at_once() -> None:
@@ -85,6 +99,32 @@ async def test_an_allocator_that_starts_later_is_found() -> None:
         async with scripted_allocator(stream) as allocator:
             assert isinstance(await allocator.receive(), Hello)
             allocator.say(WELCOME)
+
+
+async def test_a_hello_is_said_until_it_is_answered() -> None:
+    stream = local_stream(silence_s=0.1)
+    async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
+        nursery.start_soon(join, stream)
+        first = await allocator.receive()
+        assert await allocator.receive() == first
+        allocator.say(WELCOME)
+
+
+async def test_a_second_welcome_to_a_hello_that_was_said_twice_is_passed_over() -> None:
+    stream = local_stream()
+    async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
+        nursery.start_soon(welcome, allocator)
+        async with open_link(stream, role="observer", name="o", agreed={}, patience_s=5) as link:
+            allocator.say(WELCOME)
+            nursery.start_soon(answer_once, allocator, STATUS)
+            assert await link.status() == STATUS
+            await link.send(Loaded(version=1))
+            assert await allocator.receive() == Loaded(version=1)  # no second question, so no answer from the past
+
+
+async def answer_once(allocator: ScriptedAllocator, picture: ToPeer) -> None:
+    assert isinstance(await allocator.receive(), StatusRequest)
+    allocator.say(picture)
 
 
 async def test_messages_come_in_order_without_heartbeats_and_a_late_refusal_is_raised() -> None:
@@ -111,7 +151,7 @@ async def test_garbage_from_the_allocator_is_a_wire_error() -> None:
 
 
 async def test_heartbeats_of_the_allocator_hold_off_silence_which_ends_the_link() -> None:
-    stream = local_stream(heartbeat_s=0.1, silence_s=0.3)
+    stream = local_stream(heartbeat_s=0.1, silence_s=0.2, progress_s=0.4)
     async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
         nursery.start_soon(welcome, allocator)
         async with open_link(stream, role="producer", name="p", agreed={}, patience_s=5) as link:
@@ -123,9 +163,71 @@ async def test_heartbeats_of_the_allocator_hold_off_silence_which_ends_the_link(
                 allocator.say(Stop(reason="r", final=False))
 
             nursery.start_soon(say_alive)
-            assert isinstance(await link.receive(), Stop)  # after more than silence_s
-            with pytest.raises(StreamError, match=r"silent for 0\.3 s"):
+            assert isinstance(await link.receive(), Stop)  # after more than progress_s
+            assert link.silent_since is None
+            with pytest.raises(StreamError, match=r"has been silent for \d s: it is dead or cut off"):
                 await link.receive()
+            assert link.silent_since is not None
+
+
+async def test_a_link_outlives_an_allocator_that_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    stream = local_stream(silence_s=0.1)
+    async with trio.open_nursery() as nursery:
+        async with scripted_allocator(stream) as allocator:
+            nursery.start_soon(welcome, allocator)
+            link = await nursery.start(work_until_stop, stream)
+            first = (await allocator.receive_any(), allocator.identity)
+        while link.silent_since is None:  # noqa: ASYNC110 (the clock of the link, not an event)
+            await trio.sleep(0.01)
+        async with scripted_allocator(stream) as allocator:
+            assert (await allocator.receive_any(), allocator.identity) == first  # a heartbeat of the same process
+            allocator.say(Unknown())
+            hello = await allocator.receive()
+            assert isinstance(hello, Hello)
+            assert hello.in_hand == {7: 1}
+            allocator.say(WELCOME, WELCOME, Stop(reason="r", final=True))
+    assert caplog.messages.count(f"the allocator at {stream.address} is silent; waiting for it to come back") == 1
+
+
+async def work_until_stop(stream: StreamSection, task_status: trio.TaskStatus[Link]) -> None:
+    async with open_link(stream, role="producer", name="p", agreed={}, patience_s=5) as link, trio.open_nursery() as n:
+        link.in_hand = lambda: {7: 1}
+        n.start_soon(link.beat)
+        task_status.started(link)
+        assert await link.receive() == WELCOME
+        assert isinstance(await link.receive(), Stop)
+        n.cancel_scope.cancel()
+
+
+async def test_an_allocator_that_knows_nothing_of_many_messages_gets_one_hello() -> None:
+    stream = local_stream()
+    async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
+        nursery.start_soon(welcome, allocator)
+        async with open_link(stream, role="producer", name="p", agreed={}, patience_s=5) as link:
+            for _ in range(2):  # a second restart is no different
+                allocator.say(*[Unknown()] * 200, WELCOME)
+                assert await link.receive() == WELCOME
+                await link.send(Loaded(version=1))
+                assert isinstance(await allocator.receive(), Hello)
+                assert await allocator.receive() == Loaded(version=1)
+
+
+async def test_a_hello_to_an_unknowing_allocator_is_said_again_when_it_seems_to_be_lost() -> None:
+    stream = local_stream(silence_s=0.3)
+    async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
+        nursery.start_soon(welcome, allocator)
+        async with open_link(stream, role="producer", name="p", agreed={}, patience_s=5) as link:
+
+            async def lose_one() -> None:
+                allocator.say(Unknown())
+                for _ in range(2):
+                    assert isinstance(await allocator.receive(), Hello)
+                    await trio.sleep(0.15)
+                    allocator.say(Unknown())
+                allocator.say(WELCOME)
+
+            nursery.start_soon(lose_one)
+            assert await link.receive() == WELCOME
 
 
 async def test_a_peer_beats_with_its_state_of_the_moment() -> None:
@@ -153,6 +255,24 @@ async def test_an_observer_asks_for_a_picture_of_the_run() -> None:
                 allocator.say(Stop(reason="for somebody else", final=True), TO_PEER["status"])
 
             nursery.start_soon(answer)
+            assert await link.status() == TO_PEER["status"]
+
+
+async def test_an_observer_asks_an_allocator_that_has_been_started_again_once_more() -> None:
+    stream = local_stream()
+    async with scripted_allocator(stream) as allocator, trio.open_nursery() as nursery:
+        nursery.start_soon(welcome, allocator)
+        async with open_link(stream, role="observer", name="o", agreed={}, patience_s=5) as link:
+
+            async def restart() -> None:
+                assert isinstance(await allocator.receive(), StatusRequest)
+                allocator.say(Unknown())
+                assert isinstance(await allocator.receive(), Hello)
+                allocator.say(WELCOME)
+                assert isinstance(await allocator.receive(), StatusRequest)
+                allocator.say(TO_PEER["status"])
+
+            nursery.start_soon(restart)
             assert await link.status() == TO_PEER["status"]
 
 

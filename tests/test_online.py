@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gvm_stream.allocator import (
     Cancelled,
@@ -38,6 +42,7 @@ from tests.allocator_host import (
     tell_all,
     train,
 )
+from tests.allocator_world import NAMES, PLANS, World, made, reloaded, some_settings
 
 # --- pacing ---
 
@@ -98,6 +103,24 @@ def test_a_sampler_with_old_weights_still_gets_what_it_may_make() -> None:
     tell_all(a, newer, scored())  # wants a second round
     tell_all(a, [first, second], scored())  # so does this one, which is older
     assert [item.step for item in a.ask(9, 0)] == [1, 1]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=NAMES)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_work_can_be_issued_exactly_when_asking_for_it_gives_some_or_changes_something(
+    plan: dict[str, Any], seed: int
+) -> None:
+    chance = random.Random(seed)
+    world = World(made(some_settings(plan, chance), seed, source=False), chance)
+    for _ in range(60):
+        world.act()
+        before = state(world.allocator)
+        for version in (0, world.allocator.settled_steps - 1, world.allocator.settled_steps):
+            could = world.allocator.can_issue(version)
+            assert state(world.allocator) == before
+            asked = reloaded(world.allocator, seed, source=False)
+            assert could == (bool(asked.ask(1, version)) or state(asked) != before)
 
 
 # --- budgets ---

@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 import trio
 
-from gvm_stream.allocator.types import Cancelled, Failed, Scored
-from gvm_stream.config import Config, DataSection, ModelSection, ProducerSection, SamplingSection
+from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
+from gvm_stream.config import (
+    Config,
+    DataSection,
+    ModelSection,
+    ProducerSection,
+    SamplingSection,
+    VerifierSection,
+)
 from gvm_stream.errors import GvmStreamError, ModelError
 from gvm_stream.metrics import Metrics
 from gvm_stream.process import leaf_error
@@ -45,6 +52,7 @@ class Stage:
     engine: ScriptedEngine
     leave: trio.Event
     folder: Path
+    metrics: Metrics = field(default_factory=lambda: Metrics("producer"))
     result: str | GvmStreamError = "still running"
     ended: trio.Event = field(default_factory=trio.Event)
 
@@ -60,21 +68,29 @@ class Stage:
 
     async def join(self, weights: m.WeightsInfo | None) -> None:
         assert isinstance(await self.allocator.receive(), m.Hello)
-        self.allocator.say(m.Welcome(run="r", next_step=0, weights=weights))
+        self.allocator.say(m.Welcome(run="r", next_step=0, settled=0, weights=weights))
 
     async def asked(self, version: int) -> None:
         """Wait until the session has asked for work: enough of it to fill its slots."""
         ask = await self.allocator.receive()
         assert isinstance(ask, m.Ask)
-        assert ask.credits >= SLOTS
+        assert ask.slots >= SLOTS
         assert ask.version == version
 
+    async def running(self, count: int) -> None:
+        """Wait until so many orders are in the engine, and at least one has tokens."""
+        running: dict[int, int] = {}
+        while len(running) < count or not any(running.values()):
+            message = await self.allocator.receive_any()
+            running = message.running if isinstance(message, m.Heartbeat) else {}
+
     async def rollouts(self, count: int) -> dict[int, m.Rollout]:
-        """The next `count` rollouts by work; no work comes twice."""
+        """The next `count` rollouts by work, received; no work comes twice."""
         found: dict[int, m.Rollout] = {}
         while len(found) < count:
             message = await self.allocator.receive()
             assert isinstance(message, m.Rollouts), message
+            self.allocator.say(m.Received(seq=message.seq))
             for rollout in message.rollouts:
                 assert rollout.work not in found
                 assert rollout_problem(rollout) == ""
@@ -88,20 +104,28 @@ def order(work: int, prompt: str | int, answer: str = "", attempt: int = 0) -> m
 
 
 @asynccontextmanager
-async def staged(folder: Path, *, heartbeat_s: float = 0.05, max_tokens: int = MAX_TOKENS) -> AsyncIterator[Stage]:
+async def staged(
+    folder: Path,
+    *,
+    heartbeat_s: float = 0.05,
+    silence_s: float = 10,
+    max_tokens: int = MAX_TOKENS,
+    verifier: VerifierSection = VerifierSection(),  # noqa: B008 (frozen)
+) -> AsyncIterator[Stage]:
     """A session beside the block; the block ends when the session has."""
     config = Config(
         model=ModelSection(path="m"),
         data=DataSection(train="t"),
-        stream=local_stream(heartbeat_s=heartbeat_s, silence_s=max(10, 3 * heartbeat_s)),
+        stream=local_stream(heartbeat_s=heartbeat_s, silence_s=max(silence_s, 3 * heartbeat_s)),
         sampling=SamplingSection(max_tokens=max_tokens),
         producer=ProducerSection(slots=SLOTS),
+        verifier=verifier,
     )
     engine, leave = ScriptedEngine(), trio.Event()
     async with scripted_allocator(config.stream) as allocator, trio.open_nursery() as nursery:
         stage = Stage(allocator, engine, leave, folder)
         nursery.start_soon(play, config, stage)
-        with trio.fail_after(20):
+        with trio.fail_after(8):
             yield stage
             await stage.ended.wait()
 
@@ -117,7 +141,7 @@ async def play(config: Config, stage: Stage) -> None:
             run_engine(lambda: stage.engine, to_session) as thread,
         ):
             nursery.start_soon(link.beat)
-            session = Session(config, link, thread, events, pool, weights, decode, Metrics("producer"))
+            session = Session(config, link, thread, events, pool, weights, decode, stage.metrics)
             stage.result = await session.run(stage.leave)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
@@ -173,8 +197,7 @@ async def test_at_the_end_work_in_hand_goes_back_with_its_tokens_before_the_good
         await stage.join(stage.weights(0))
         await stage.asked(version=0)
         stage.allocator.say(m.Work(orders=tuple(order(work, ENDLESS) for work in range(1, 4))))
-        while not (isinstance(beat := await stage.allocator.receive_any(), m.Heartbeat) and any(beat.running.values())):
-            pass
+        await stage.running(3)
         if how == "stop":
             stage.allocator.say(m.Stop(reason="interrupted", final=False))
         else:
@@ -201,9 +224,65 @@ async def test_an_order_that_crosses_the_farewell_goes_back_too(tmp_path: Path) 
         found: dict[int, m.Rollout] = {}
         while not isinstance(message := await stage.allocator.receive(), m.Goodbye):
             assert isinstance(message, m.Rollouts)
+            stage.allocator.say(m.Received(seq=message.seq))
             found.update((rollout.work, rollout) for rollout in message.rollouts)
     assert found.keys() <= {1, 2}
     assert message.generated_tokens == sum(rollout.outcome.tokens for rollout in found.values())
+
+
+async def test_a_restarted_allocator_hears_what_is_in_hand_and_gets_what_it_had_not_received(tmp_path: Path) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, "4", "4"), order(2, ENDLESS), order(3, "4", "4", attempt=2))))
+        sent: list[m.Rollouts] = []
+        while sum(len(message.rollouts) for message in sent) < 2:
+            message = await stage.allocator.receive()
+            assert isinstance(message, m.Rollouts)
+            sent.append(message)
+        stage.allocator.say(m.Unknown(), m.Unknown())
+        hello = await stage.allocator.receive()
+        assert isinstance(hello, m.Hello)
+        assert hello.in_hand == {1: 0, 2: 0, 3: 2}
+        stage.allocator.say(m.Welcome(run="r", next_step=0, settled=0, weights=stage.weights(1)))
+        assert [await stage.allocator.receive() for _ in sent] == sent
+        await stage.asked(version=0)
+        assert await stage.allocator.receive() == m.Loaded(version=1)
+        stage.allocator.say(m.Received(seq=sent[-1].seq))
+        while not (isinstance(beat := await stage.allocator.receive_any(), m.Heartbeat) and beat.running.keys() == {2}):
+            pass
+        stage.allocator.say(m.Stop(reason="s", final=False))
+        assert (await stage.rollouts(1)).keys() == {2}
+
+
+async def test_rollouts_that_are_not_received_are_sent_again_and_stay_in_hand(tmp_path: Path) -> None:
+    async with staged(tmp_path, silence_s=0.3) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, "4", "4"),)))
+        first = await stage.allocator.receive()
+        while isinstance(again := await stage.allocator.receive_any(), m.Heartbeat):
+            assert again.running.keys() == {1}
+            stage.allocator.say(m.Alive())
+        assert again == first
+        stage.allocator.say(m.Received(seq=1), m.Stop(reason="s", final=True))
+
+
+@pytest.mark.parametrize("how", ["stop", "leave"])
+async def test_a_farewell_waits_no_longer_than_the_silence_for_an_allocator_that_is_gone(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with staged(tmp_path, silence_s=0.3, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS), order(2, ENDLESS))))
+        await stage.running(2)
+        if how == "stop":
+            stage.allocator.say(m.Stop(reason="s", final=True), m.Stop(reason="said again after a hello", final=True))
+        stage.leave.set()
+        await stage.ended.wait()
+    assert stage.result in ("s", "producer leaves")
+    assert caplog.messages.count("the allocator has not said that it has 2 rollouts; they count as lost") == 1
 
 
 async def test_the_first_weights_are_waited_for_and_newer_ones_are_followed(tmp_path: Path) -> None:
@@ -275,3 +354,20 @@ async def test_an_engine_that_dies_gives_its_work_back_and_ends_the_producer(tmp
     assert all(isinstance(o, Failed) and o.reason == "the engine died: device lost" for o in outcomes)
     assert isinstance(stage.result, ModelError)
     assert str(stage.result) == "the engine died: device lost"
+
+
+async def test_a_producer_all_of_whose_work_waits_for_verdicts_says_so(tmp_path: Path) -> None:
+    hangs = VerifierSection(kind="python", function="tests.verifier_faults:misbehave", timeout_s=0.5)
+    async with staged(tmp_path, verifier=hangs) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, "hang", "4"),)))
+        waiting_for = ""
+        while waiting_for != "verdicts":
+            message = await stage.allocator.receive_any()
+            waiting_for = message.waiting_for if isinstance(message, m.Heartbeat) else waiting_for
+        assert isinstance((await stage.rollouts(1))[1].outcome, Unscorable)
+        stage.allocator.say(m.Stop(reason="enough", final=True))
+    value_of = stage.metrics.registry.get_sample_value
+    assert value_of("gvm_unscorable_total", {"cause": "timeout"}) == 1
+    assert (value_of("gvm_producer_wait_seconds_total", {"reason": "verdicts"}) or 0) > 0

@@ -70,7 +70,9 @@ def group(prompt: int, members: tuple[Member, ...], weight: float) -> ClosedGrou
         successes=0,
         failures=0,
         versions=(0, 0),
+        tokens=0,
         shadow=False,
+        exit="all_ended",
         reason="",
     )
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import trio
 
+from gvm_stream.config import Config
 from gvm_stream.learner.checkpoint import complete_checkpoints
+from gvm_stream.wire.link import open_link
+from tests import chaos
 from tests.stream_processes import (
     CONFIG,
     TIMEOUT_S,
@@ -19,6 +24,7 @@ from tests.stream_processes import (
     find,
     free_address,
     gone_within,
+    kill,
     overrides,
     report,
     started,
@@ -29,54 +35,59 @@ from tests.stream_processes import (
 pytestmark = [pytest.mark.stream, pytest.mark.timeout(2 * TIMEOUT_S)]
 
 
-def test_accuracy_rises_and_nothing_is_lost_when_the_producer_is_killed(tmp_path: Path) -> None:
-    given = overrides(tmp_path, run__steps="40", eval__prompts="300", eval__samples="3")
+def test_accuracy_rises_and_nothing_is_lost_when_any_process_is_killed(tmp_path: Path) -> None:
+    given = overrides(tmp_path, run__steps="40", eval__prompts="300", eval__samples="3", learner__checkpoint_every="4")
     output = tmp_path / "out.txt"
     with started(["run", str(CONFIG), "--plain", *given], output) as supervisor:
-        wait_for_status(given, lambda status: status.step >= 12)
-        os.kill(find(supervisor.pid, "producer"), signal.SIGKILL)
+        for victim, step in (("producer", 6), ("learner", 14), ("allocator", 22)):
+            wait_for_status(given, lambda status, step=step: status.step >= step)  # type: ignore[misc]
+            os.kill(find(supervisor.pid, victim), signal.SIGKILL)
         assert supervisor.wait(TIMEOUT_S) == 0, output.read_text()
     content = report(tmp_path)
-    assert "killed by signal 9" in output.read_text()
+    assert output.read_text().count("killed by signal 9") == 3
     assert content["outcome"] == "finished"
     # 900 samples before and after: the standard error of the difference is 0.023.
     assert content["heldout_after"] > content["heldout_before"] + 0.05
     assert content["attempts"]["expired"] > 0
+    assert content["faults"]["allocator_restarts"] == 1
     assert content["rollouts_by_fate"]["trained"] + content["rollouts_by_fate"]["zero_signal"] == 40 * 256
-    assert content["policy_versions"] == content["steps"] == 40
+    assert [row["step"] for row in content["history"]["steps"]] == list(range(40))
     assert content["max_lag"] <= 1
     assert_account_sums(content)
-    assert (tmp_path / "run" / "curve.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
 
 
-def test_ctrl_c_leaves_a_run_that_can_be_resumed_to_its_end(tmp_path: Path) -> None:
-    given = overrides(tmp_path, run__steps="24", learner__checkpoint_every="100")
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9 of everything"])
+def test_a_run_that_was_ended_is_resumed_to_its_end(tmp_path: Path, how: str) -> None:
+    given = overrides(tmp_path, run__steps="10", learner__checkpoint_every="3")
     output = tmp_path / "out.txt"
     with started(["run", str(CONFIG), "--plain", *given], output) as supervisor:
-        wait_for_status(given, lambda status: status.step >= 6)
+        wait_for_status(given, lambda status: status.step >= 4)
         everyone = descendants(supervisor.pid)
-        supervisor.send_signal(signal.SIGINT)
-        assert supervisor.wait(30) == 130, output.read_text()
+        if how == "Ctrl-C":
+            supervisor.send_signal(signal.SIGINT)
+            assert supervisor.wait(30) == 130, output.read_text()
+            first = report(tmp_path)
+            assert first["outcome"] == "interrupted"
+            assert first["heldout_before"] is not None
+            assert first["heldout_after"] is None
+            assert_account_sums(first)
+            assert complete_checkpoints(tmp_path / "run" / "checkpoints")[0].step == first["steps"] >= 4
+        else:
+            for pid in (supervisor.pid, *everyone):
+                kill(pid)
         assert gone_within(everyone, 5) == []
-    first = report(tmp_path)
-    assert first["outcome"] == "interrupted"
-    assert first["heldout_before"] is not None
-    assert first["heldout_after"] is None
-    assert_account_sums(first)
-    (checkpoint,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert checkpoint.step == first["steps"] >= 6
 
     again = tmp_path / "again.txt"
     with started(["run", "--resume", str(tmp_path / "run"), "--plain"], again) as supervisor:
         assert supervisor.wait(TIMEOUT_S) == 0, again.read_text()
     second = report(tmp_path)
     assert second["outcome"] == "finished"
-    assert second["heldout_before"] == first["heldout_before"]
     assert second["heldout_after"] is not None
-    assert [row["step"] for row in second["history"]["steps"]] == list(range(24))
+    assert [row["step"] for row in second["history"]["steps"]] == list(range(10))
     versions = [row["version"] for row in second["history"]["steps"]]
     assert versions == sorted(set(versions))
-    assert second["rollouts_by_fate"]["trained"] + second["rollouts_by_fate"]["zero_signal"] == 24 * 256
+    assert second["rollouts_by_fate"]["trained"] + second["rollouts_by_fate"]["zero_signal"] == 10 * 256
     assert_account_sums(second)
 
 
@@ -89,27 +100,6 @@ def test_ctrl_c_before_the_run_has_begun_is_no_error(tmp_path: Path) -> None:
         assert supervisor.wait(30) == 130, output.read_text()
         assert gone_within(everyone, 5) == []
     assert "error" not in output.read_text()
-
-
-def test_a_killed_learner_ends_the_run_with_a_sentence_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    given = overrides(tmp_path, run__steps="16", learner__checkpoint_every="4")
-    output = tmp_path / "out.txt"
-    with started(["run", str(CONFIG), "--plain", *given], output) as supervisor:
-        wait_for_status(given, lambda status: status.step >= 6)
-        everyone = descendants(supervisor.pid)
-        os.kill(find(supervisor.pid, "learner"), signal.SIGKILL)
-        assert supervisor.wait(60) == 1, output.read_text()
-        assert gone_within(everyone, 5) == []
-    said = output.read_text()
-    assert "error: the learner ended (killed by signal 9)" in said
-    assert "--resume" in said
-    assert "Traceback" not in said
-    again = tmp_path / "again.txt"
-    with started(["run", "--resume", str(tmp_path / "run"), "--plain"], again) as supervisor:
-        assert supervisor.wait(TIMEOUT_S) == 0, again.read_text()
-    content = report(tmp_path)
-    assert [row["step"] for row in content["history"]["steps"]] == list(range(16))
-    assert_account_sums(content)
 
 
 def test_by_hand_in_any_order_with_two_producers_and_no_lag(tmp_path: Path) -> None:
@@ -152,7 +142,7 @@ def test_a_producer_on_a_host_without_the_learners_files_fetches_the_weights(tmp
     assert_account_sums(content)
 
 
-def test_without_the_allocator_the_others_end_with_a_sentence(tmp_path: Path) -> None:
+def test_without_the_allocator_the_others_end_soon_after_they_are_told_to(tmp_path: Path) -> None:
     given = overrides(tmp_path, run__steps="50", stream__silence_s="3")
     common = ["--config", str(CONFIG), *given]
     with (
@@ -161,10 +151,45 @@ def test_without_the_allocator_the_others_end_with_a_sentence(tmp_path: Path) ->
         started(["learner", *common], tmp_path / "learner.txt") as learner,
     ):
         wait_for_status(given, lambda status: status.step >= 2)
+        everyone = [*descendants(producer.pid), producer.pid, *descendants(learner.pid), learner.pid]
         allocator.kill()
-        assert learner.wait(30) == 1
-        assert producer.wait(30) == 1
+        producer.send_signal(signal.SIGTERM)
+        learner.send_signal(signal.SIGTERM)
+        assert [producer.wait(30), learner.wait(30)] == [0, 0]
+        assert gone_within(everyone, 5) == []
+    assert "rollouts; they count as lost" in (tmp_path / "producer.txt").read_text()
+    assert complete_checkpoints(tmp_path / "run" / "checkpoints")[0].step >= 2
     for name in ("learner", "producer"):
-        said = (tmp_path / f"{name}.txt").read_text()
-        assert re.search(r"^error: the allocator at \S+ has been silent for 3 s", said, re.MULTILINE), said
-        assert "Traceback" not in said
+        assert "Traceback" not in (tmp_path / f"{name}.txt").read_text()
+
+
+async def train(config: Config, folder: Path, faults: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """Works that a synchronous run of a deterministic engine trains on, with (who is killed, at which batch)."""
+    with trio.fail_after(TIMEOUT_S):
+        async with (
+            chaos.cluster(folder, producers=2) as running,
+            open_link(config.stream, role="observer", name="test", agreed={}, patience_s=60) as link,
+        ):
+            for victim, step in faults:
+                while (await link.status()).step < step:  # noqa: ASYNC110 (another process: no event to wait for)
+                    await trio.sleep(0.02)
+                running.kill(victim)
+                running.start(victim, again=True)
+            assert await running.wait("allocator") == 0
+            await running.wait("learner")
+    batches: list[list[int]] = json.loads((folder / "run" / "checkpoints" / "10.json").read_text())
+    return batches
+
+
+def test_a_run_trains_on_the_same_batches_whoever_is_killed(tmp_path: Path) -> None:
+    batches = {}
+    for name, faults in {
+        "undisturbed": [],
+        "killed": [("learner", 2), ("allocator", 4), ("producer-0", 6), ("learner", 7)],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        config = chaos.write_config(folder, rollouts=2560, **{"allocation.max_lag": "0"})
+        batches[name] = trio.run(train, config, folder, faults)
+    assert batches["killed"] == batches["undisturbed"]
+    assert [len(batch) for batch in batches["killed"]] == [256] * 10

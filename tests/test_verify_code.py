@@ -162,7 +162,7 @@ def test_a_program_ends_with_the_process_that_judges_it() -> None:
         section = VerifierSection(kind="code", timeout_s=1.0, code=CodeSection(wall_s=1000.0, cpu_s=1000.0))
         async with VerifierPool(section) as pool:
             items = [VerifyItem(answer=DOUBLE, response="while True: pass")] * 2
-            assert await pool.verify(items) == [VerdictUnscorable("verifier timeout")] * 2
+            assert await pool.verify(items) == [VerdictUnscorable("verifier timeout", "timeout")] * 2
 
     before = running("gvm-stream-code-")
     anyio.run(main)

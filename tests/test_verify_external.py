@@ -156,7 +156,7 @@ def test_errors_of_the_server_and_broken_connections_are_tried_again(serve: Serv
 
 def test_a_server_that_stays_broken_is_unscorable(serve: Serve) -> None:
     url, bodies = serve([(500, b'{"reward": 0}')])
-    assert ask(url, retries=2) == VerdictUnscorable(f"{url}: status 500 in 3 attempts")
+    assert ask(url, retries=2) == VerdictUnscorable(f"{url}: status 500 in 3 attempts", "external")
     assert len(bodies) == 3
 
 
@@ -170,7 +170,7 @@ def test_nobody_there_is_unscorable(serve: Serve) -> None:
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_refusal_is_unscorable_at_once(serve: Serve, status: int) -> None:
     url, bodies = serve([(status, b'{"reward": 0}')])
-    assert ask(url) == VerdictUnscorable(f"{url}: status {status}")
+    assert ask(url) == VerdictUnscorable(f"{url}: status {status}", "external")
     assert len(bodies) == 1
 
 

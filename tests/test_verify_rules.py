@@ -120,6 +120,7 @@ def test_one_unscorable_part_makes_the_whole_unscorable() -> None:
     verdict = judge(BOTH, VerifyItem(answer="four", response="\\boxed{4}"))
     assert isinstance(verdict, VerdictUnscorable)
     assert verdict.reason.startswith("gsm8k: unreadable gold: 'four'")
+    assert verdict.cause == "unreadable_gold"
 
 
 def test_a_row_that_names_its_verifier_is_judged_by_that_alone() -> None:

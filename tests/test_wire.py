@@ -2,26 +2,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gvm_stream.allocator.types import Failed, Scored
-from gvm_stream.errors import ConfigError, StreamError, WireError
+from gvm_stream.errors import WireError
 from gvm_stream.wire import codec
 from gvm_stream.wire.check import rollout_problem
-from gvm_stream.wire.link import identity_of
 from gvm_stream.wire.messages import Heartbeat, Message, Rollout, ToAllocator, ToPeer
-from gvm_stream.wire.sockets import bind_router, connect_dealer, is_loopback, parse_address
 from tests import wire_samples
-from tests.stream_processes import free_address
 
 GOLDEN = Path(__file__).parent / "wire_golden"
 
@@ -180,79 +176,3 @@ def test_what_passes_the_check_can_be_trained_on(
     if rollout_problem(rollout(n, tokens=tokens, logprobs=logprobs, spans=tuple(spans))) == "":
         assert len(np.frombuffer(tokens, "<i4")) == len(np.frombuffer(logprobs, "<f4")) == n
         assert [i for _, start, end in spans for i in range(start, end)] == list(range(n))
-
-
-# --- sockets ---
-
-
-@given(
-    st.ip_addresses(v=4).map(str) | st.ip_addresses(v=6).map(lambda ip: f"[{ip}]") | st.just("node-3.cluster"),
-    st.integers(1, 65535),
-)
-def test_addresses_are_read_as_they_are_written(host: str, port: int) -> None:
-    assert parse_address(f"tcp://{host}:{port}", "k") == (host.strip("[]"), port)
-
-
-@given(st.text(max_size=20) | st.text("tcp:/[]*0123456789-+.", max_size=20).map("tcp://".__add__))
-def test_any_other_text_is_an_address_or_a_config_error(text: str) -> None:
-    with suppress(ConfigError):
-        host, port = parse_address(text, "stream.address")
-        assert text.startswith("tcp://")
-        assert host
-        assert 1 <= port <= 65535
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "tcp://::1:5710",
-        "tcp://[::1:5710",
-        "tcp://h",
-        "tcp://h:0",
-        "tcp://h:65536",
-        "tcp://h:+1",
-        "tcp://h:\N{SUPERSCRIPT TWO}",
-    ],
-)
-def test_a_malformed_address_is_a_config_error_that_names_the_key(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"^k = .* must look like tcp://HOST:PORT") as caught:
-        parse_address(address, "k")
-    assert ("brackets" in str(caught.value)) == ("::1" in address)
-
-
-def test_loopback_is_this_machine_only() -> None:
-    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1"]))
-    assert not any(map(is_loopback, ["0.0.0.0", "::", "*", "10.0.0.1", "eth0", "localhost.example.org"]))
-
-
-def test_binding_says_what_is_wrong_with_the_address(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    address = free_address()
-    with bind_router(context, address, "k", plaintext=False, limit_mib=1):
-        with pytest.raises(StreamError, match=f'k = "{address}" is in use'):
-            bind_router(context, address, "k", plaintext=False, limit_mib=1)
-        with pytest.raises(ConfigError, match="allow_plaintext"):
-            bind_router(context, "tcp://0.0.0.0:5710", "k", plaintext=False, limit_mib=1)
-        with pytest.raises(StreamError, match="cannot be bound"):
-            bind_router(context, "tcp://203.0.113.1:5710", "k", plaintext=True, limit_mib=1)
-
-
-@pytest.fixture
-def context() -> Any:  # noqa: ANN401
-    with zmq.Context() as context:
-        yield context
-
-
-def test_a_message_over_the_limit_ends_its_connection_and_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    address = free_address()
-    big, small = (
-        connect_dealer(context, address, "k", identity=identity_of("producer", name, 1), limit_mib=1) for name in "bs"
-    )
-    with bind_router(context, address, "k", plaintext=False, limit_mib=1) as router, closing(big), closing(small):
-        big.linger = 0
-        big.send(bytes((1 << 20) + 1))
-        big.send(b"lost with it")
-        for _ in range(2):
-            small.send(bytes(1 << 20))
-            assert router.poll(5000)
-            assert router.recv_multipart() == [b"producer/s/1", bytes(1 << 20)]
-        assert not router.poll(0)

@@ -6,7 +6,12 @@ from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.wire import messages as m
 
 WEIGHTS = m.WeightsInfo(
-    version=7, path="/w/v00000007.safetensors", size=4096, checksum="00ff", address="tcp://10.0.0.1:5711"
+    version=7,
+    path="/w/v00000007.safetensors",
+    size=4096,
+    checksum="00ff",
+    address="tcp://10.0.0.1:5711",
+    canary=m.Canary(tokens=b"\x01\0\0\0\x02\0\0\0", logprobs=b"\0\0\x80\xbf"),
 )
 STATS = m.StepStats(
     loss=-0.25,
@@ -35,20 +40,28 @@ ROLLOUT = m.Rollout(
 
 TO_ALLOCATOR: dict[str, m.ToAllocator] = {
     "hello": m.Hello(
-        protocol=2, role="learner", name="a", epoch=2**60, agreed={"model.path": "m"}, checkpoints=(0, 50)
+        protocol=3,
+        role="learner",
+        name="a",
+        epoch=2**60,
+        agreed={"model.path": "m"},
+        checkpoints=(0, 50),
+        step=51,
+        in_hand={11: 1, -1: 0},
     ),
-    "goodbye": m.Goodbye(reason="interrupted", generated_tokens=99),
+    "goodbye": m.Goodbye(reason="interrupted", failed=True, generated_tokens=99),
     "heartbeat": m.Heartbeat(waiting_for="work", running={11: 3, -1: 0}),
     "status_request": m.StatusRequest(),
-    "ask": m.Ask(credits=256, version=3),
+    "ask": m.Ask(slots=256, version=3),
     "loaded": m.Loaded(version=4),
     "rollouts": m.Rollouts(
+        seq=4,
         rollouts=(
             ROLLOUT,
             m.Rollout(work=12, attempt=0, outcome=Unscorable(reason="verifier timeout", tokens=5, seconds=10.0)),
             m.Rollout(work=13, attempt=0, outcome=Cancelled(reason="stop", tokens=1)),
             m.Rollout(work=-2, attempt=2, outcome=Failed(reason="too long", tokens=0)),
-        )
+        ),
     ),
     "published": m.Published(weights=WEIGHTS, step=6),
     "batch_request": m.BatchRequest(step=6),
@@ -61,14 +74,26 @@ TO_ALLOCATOR: dict[str, m.ToAllocator] = {
         energies={11: 4.0},
         stats=STATS,
     ),
-    "checkpointed": m.Checkpointed(step=6, version=8, path="/c/step-6"),
+    "checkpointed": m.Checkpointed(steps=(3, 6)),
 }
 TO_PEER: dict[str, m.ToPeer] = {
-    "welcome": m.Welcome(run="arithmetic", next_step=6, weights=WEIGHTS),
+    "welcome": m.Welcome(run="arithmetic", next_step=6, settled=8, weights=WEIGHTS),
+    "unknown": m.Unknown(),
+    "received": m.Received(seq=4),
+    "settled": m.Settled(step=6),
     "refused": m.Refused(reason="another protocol"),
     "alive": m.Alive(),
     "work": m.Work(
-        orders=(m.WorkOrder(work=11, attempt=1, prompt="train-3", prompt_tokens=TOKENS, answer="\N{MINUS SIGN}4"),)
+        orders=(
+            m.WorkOrder(
+                work=11,
+                attempt=1,
+                prompt="train-3",
+                prompt_tokens=TOKENS,
+                answer="\N{MINUS SIGN}4",
+                verifier="numeric",
+            ),
+        )
     ),
     "cancel": m.Cancel(works=(11, 12), reason="no progress"),
     "new_weights": m.NewWeights(weights=WEIGHTS),
@@ -90,6 +115,7 @@ TO_PEER: dict[str, m.ToPeer] = {
                         logprobs=LOGPROBS,
                         spans=((6, 0, 2),),
                         truncated=True,
+                        lag=1,
                         coefficient=0.25,
                     ),
                 ),
@@ -98,16 +124,43 @@ TO_PEER: dict[str, m.ToPeer] = {
     ),
     "stop": m.Stop(reason="all batches are done", final=True),
     "status": m.Status(
+        run="arithmetic",
         phase="training",
         step=6,
         steps=100,
         version=8,
+        seconds=61.5,
         rollouts=1536,
         tokens={"generated": 10, "trained": 10},
+        running=9,
+        scored=200,
+        max_lag=1,
+        conserved=True,
+        refused=1,
+        duplicates=2,
+        expired=3,
+        spool_bytes=4096,
+        spool_waiting=1,
+        price=0.5,
+        gain=1.25,
+        gain_interval=(1.0, 1.5),
         accuracy=((0, 0.25), (20, 0.5)),
         last_step=STATS,
-        peers=(m.PeerStatus(role="producer", name="p", version=7, in_flight=9, silent_s=0.5, waiting_for=""),),
-        waits=("the learner to train on batch 6",),
+        peers=(
+            m.PeerStatus(
+                role="producer",
+                name="p",
+                version=7,
+                versions_behind=1,
+                in_flight=9,
+                credits=3,
+                oldest_s=1.5,
+                silent_s=0.5,
+                joined_s=60.0,
+                connected=True,
+            ),
+        ),
+        waits=(m.Wait(who="run", what="the learner to train on batch 6", seconds=2.0),),
     ),
 }
 TO_WEIGHT_SERVER: dict[str, m.ToWeightServer] = {"chunk_request": m.ChunkRequest(version=7, offset=4 << 20)}

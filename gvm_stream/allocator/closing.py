@@ -9,12 +9,12 @@ from gvm_stream.allocator.coefficients import class_conditional, down_sample, ra
 from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.allocator.planner import Planner
 from gvm_stream.allocator.stopping import StoppingRule
-from gvm_stream.allocator.types import ClosedGroup, Member, PromptId, Scored
+from gvm_stream.allocator.types import ClosedGroup, Exit, Member, PromptId, Scored
 from gvm_stream.allocator.visit import Visit
 
 
 def close_visit(
-    visit: Visit, prompt: PromptId, planner: Planner, reason: str, cancel: tuple[tuple[int, int], ...]
+    visit: Visit, prompt: PromptId, planner: Planner, exit: Exit, reason: str, cancel: tuple[tuple[int, int], ...]
 ) -> ClosedGroup:
     """The group of a visit that is over; without members if nothing was scored."""
     counted = visit.counted()
@@ -45,7 +45,9 @@ def close_visit(
         successes=successes,
         failures=len(counted) - successes,
         versions=(min(oldest), max(newest)) if counted else None,
+        tokens=visit.tokens,
         shadow=visit.shadow,
+        exit=exit,
         reason=reason,
         cancel=cancel,
         unused=visit.unused(),

@@ -5,21 +5,27 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from typing import Any
+
+import msgspec
 
 from gvm_stream.allocator.account import TokenAccount
 from gvm_stream.allocator.ledger import Ledger, Reception
 from gvm_stream.allocator.types import Cancelled, Expired, Failed, Fate, Outcome, PromptId, Scored, WorkItem
 
 
-class EvalRound:
-    """`samples` rollouts of each prompt, by policy `version` or newer. `step` is the batch it stands after."""
+class EvalRound(msgspec.Struct):
+    """Rollouts of held-out prompts, by policy `version` or newer."""
 
-    def __init__(self, step: int, version: int, prompts: list[PromptId], samples: int) -> None:
-        self.step, self.version = step, version
-        self.planned = len(prompts) * samples
-        self.left = self.planned
-        self.rewards: list[float] = []
-        self.queue = deque(prompt for prompt in prompts for _ in range(samples))
+    step: int
+    """Training batches behind that policy."""
+    version: int
+    planned: int
+    left: int
+    """Rollouts that have not ended."""
+    queue: list[PromptId]
+    """Of the rollouts to issue, next last."""
+    rewards: list[float] = []
 
     @property
     def accuracy(self) -> float:
@@ -42,11 +48,15 @@ class Evaluation:
         self.ledger = Ledger(stride=-1)
         self._rounds: deque[EvalRound] = deque()
         self._retry: deque[WorkItem] = deque()
-        self._withdrawn = False
-        self.finished: list[EvalRound] = []
 
     def schedule(self, step: int, version: int, samples: int) -> None:
-        self._rounds.append(EvalRound(step, version, self._prompts, samples))
+        queue = [prompt for prompt in reversed(self._prompts) for _ in range(samples)]
+        self._rounds.append(EvalRound(step, version, len(queue), len(queue), queue))
+
+    def can_issue(self, version: int) -> bool:
+        """False if `ask` would find nothing for a sampler with policy `version`."""
+        current = self.current
+        return current is not None and version >= current.version and bool(self._retry or current.queue)
 
     @property
     def current(self) -> EvalRound | None:
@@ -55,7 +65,7 @@ class Evaluation:
     def ask(self, slots: int, version: int) -> list[WorkItem]:
         """Up to `slots` items of the current round for a sampler that has policy `version`."""
         current = self.current
-        if current is None or self._withdrawn or version < current.version:
+        if current is None or not self.can_issue(version):
             return []
         items: list[WorkItem] = []
         while len(items) < slots and (self._retry or current.queue):
@@ -65,7 +75,7 @@ class Evaluation:
             items.append(
                 self.ledger.issue(
                     group=-1,
-                    prompt=current.queue.popleft(),
+                    prompt=current.queue.pop(),
                     index=0,
                     step=current.step,
                     min_version=current.version,
@@ -74,12 +84,12 @@ class Evaluation:
             )
         return items
 
-    def tell(self, work: int, attempt: int, outcome: Outcome) -> Reception:
-        """Take the outcome of an attempt; a completed round moves to `finished`."""
+    def tell(self, work: int, attempt: int, outcome: Outcome) -> tuple[Reception, EvalRound | None]:
+        """Take the outcome of an attempt; the round that it completes comes back."""
         reception, item, tokens = self.ledger.settle(work, attempt, outcome)
         if item is None:
             self._account.extend(Fate.FAILED, tokens)
-            return reception
+            return reception, None
         current = self.current
         assert current is not None, "work of a round is issued and settled while the round is current"
         match outcome:
@@ -92,15 +102,20 @@ class Evaluation:
                 self._account.add(Fate.FAILED, tokens)
                 if attempt + 1 < self._max_attempts:
                     self._retry.append(item)
-                    return reception
+                    return reception, None
             case _:
                 self._account.add(Fate.UNSCORABLE, tokens)
         current.left -= 1
-        if current.left == 0 and not self._withdrawn:
-            self.finished.append(self._rounds.popleft())
-        return reception
+        return reception, None if current.left else self._rounds.popleft()
 
-    def withdraw(self) -> list[WorkItem]:
-        """No more rounds, nothing more issued; the items still running come back."""
-        self._withdrawn = True
-        return self.ledger.running()
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ledger": self.ledger.state_dict(),
+            "rounds": msgspec.to_builtins(list(self._rounds)),
+            "retry": msgspec.to_builtins(list(self._retry)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state_dict(state["ledger"])
+        self._rounds = deque(msgspec.convert(state["rounds"], list[EvalRound]))
+        self._retry = deque(msgspec.convert(state["retry"], list[WorkItem]))

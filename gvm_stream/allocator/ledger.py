@@ -49,6 +49,8 @@ class Ledger:
         self._running: dict[int, WorkItem] = {}
         self.issued = 0
         self.ended: Counter[str] = Counter()
+        self.tokens = 0
+        """Of all reports: what is generated, as far as anybody knows."""
         self.duplicates = 0
         self.unknown = 0
         self._expired: dict[tuple[int, int], int] = {}
@@ -87,6 +89,7 @@ class Ledger:
                 self._expired[work, attempt] = outcome.tokens
                 if len(self._expired) > MOST_EXPIRED:
                     del self._expired[next(iter(self._expired))]
+            self.tokens += outcome.tokens
             return Settlement(Reception.ACCEPTED, item, outcome.tokens)
         if not 0 < work * self._stride < self._next * self._stride:
             self.unknown += 1
@@ -94,7 +97,13 @@ class Ledger:
         self.duplicates += 1
         # An owner taken for dead may have gone on: only what it did after that is not in the account yet.
         known = self._expired.pop((work, attempt), None)
-        return Settlement(Reception.DUPLICATE, None, 0 if known is None else max(0, outcome.tokens - known))
+        late = 0 if known is None else max(0, outcome.tokens - known)
+        self.tokens += late
+        return Settlement(Reception.DUPLICATE, None, late)
+
+    def item(self, work: int) -> WorkItem | None:
+        """The attempt that is running; None if none is."""
+        return self._running.get(work)
 
     def attempt_of(self, work: int) -> int | None:
         """The attempt that is running; None if none is."""
@@ -120,12 +129,13 @@ class Ledger:
             "ended": dict(self.ended),
             "duplicates": self.duplicates,
             "unknown": self.unknown,
+            "tokens": self.tokens,
             "expired": [[*key, tokens] for key, tokens in self._expired.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._next, self.issued = state["next"], state["issued"]
-        self.duplicates, self.unknown = state["duplicates"], state["unknown"]
+        self.duplicates, self.unknown, self.tokens = state["duplicates"], state["unknown"], state["tokens"]
         self.ended = Counter(state["ended"])
         self._running = {item.work: item for item in msgspec.convert(state["running"], list[WorkItem])}
         self._expired = {(work, attempt): tokens for work, attempt, tokens in state["expired"]}

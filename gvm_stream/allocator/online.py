@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from gvm_stream.allocator.account import TokenAccount
+from gvm_stream.allocator.by_acceptance import ByAcceptance
 from gvm_stream.allocator.estimates import Estimates
 from gvm_stream.allocator.explain import Explanation, explain
 from gvm_stream.allocator.gain import Gain
@@ -42,7 +43,7 @@ from gvm_stream.allocator.types import (
 )
 from gvm_stream.allocator.visits import UNMADE, Visits
 
-STATE_FORMAT = 2
+STATE_FORMAT = 4
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -150,6 +151,16 @@ class OnlineAllocator:
                 break
         return items
 
+    def can_issue(self, version: int) -> bool:
+        """False if `ask` would find nothing for a sampler with policy `version`, and change nothing."""
+        if self._ended:
+            return False
+        if self._retry and self._retry[0][-1].min_version <= version:
+            return True
+        if visit := self._visits.next_to_launch():
+            return self._visits.steps[visit.step].min_version <= version
+        return self._next_step() is not None
+
     def tell(self, work: int, attempt: int, outcome: Outcome) -> Told:
         """Take the outcome of an attempt. In any order, twice, or late: what does not count is counted and ignored.
 
@@ -252,9 +263,20 @@ class OnlineAllocator:
         return self._visits.gain.estimate()
 
     @property
+    def by_acceptance(self) -> ByAcceptance:
+        """What visits have got, by the acceptance rate that was expected before them."""
+        return self._visits.by_acceptance
+
+    @property
     def price(self) -> float:
         """Decrease of variance per token of the last rollout granted in the newest batch; NaN if there is no price."""
         return self.planner.price
+
+    @property
+    def variance(self) -> float:
+        """Variance of the mean gradient of the newest settled batch, in the unit of the energies, from those and the
+        coefficients of its rollouts; NaN before the first batch, and after `load_state_dict` until the next."""
+        return self._visits.variance
 
     # --- state ---
 
@@ -304,10 +326,17 @@ class OnlineAllocator:
 
     # --- inside ---
 
-    def _plan_next(self) -> bool:
-        """Plan the next batch if pacing admits it."""
+    def _next_step(self) -> int | None:
+        """The batch to plan next; None while pacing admits none."""
         settings, step = self.settings, self.settled_steps + len(self._visits.steps)
         if step > self.settled_steps + settings.max_lag or (settings.steps is not None and step >= settings.steps):
+            return None
+        return step
+
+    def _plan_next(self) -> bool:
+        """Plan the next batch if pacing admits it."""
+        settings, step = self.settings, self._next_step()
+        if step is None:
             return False
         version = self._versions[-1]
         prompts = None

@@ -7,24 +7,27 @@ a long response is not a dead one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from gvm_stream.allocator.types import PromptId, WorkItem
+from gvm_stream.allocator.types import WorkItem
 from gvm_stream.config import StreamSection
 from gvm_stream.errors import StreamError
-from gvm_stream.wire.messages import PeerStatus, Role
+from gvm_stream.wire.messages import PeerStatus, Role, Rollout
 
 UNREACHABLE_HEARTBEATS = 3
 """Heartbeats that a peer without a connection has to come back: a cut cable is not a dead process."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Lease:
     work: int
-    prompt: PromptId
     attempt: int
     tokens: int
     """Tokens last heard of."""
     progress_at: float
+    """When there was a new one."""
+    listed_at: float
+    """When its owner last said that it has it, or was given it."""
 
 
 @dataclass
@@ -34,13 +37,19 @@ class Peer:
     name: str
     epoch: int
     heard_at: float
-    credits: int = 0
+    joined_at: float | None = None
+    """None: it has not said hello since the allocator was started again, or since its connection was lost."""
+    slots: int = 0
+    """Most work items that it takes."""
     version: int = -1
     waiting_for: str = ""
+    waiting_since: float = 0.0
     unreachable_at: float | None = None
     """Since when messages to it cannot be sent; None: they can."""
-    reported_tokens: int = 0
-    """Tokens of all outcomes it has sent."""
+    heard: int = 0
+    """Number of its newest message of rollouts."""
+    reports: list[Rollout] = field(default_factory=list)
+    """Rollouts from it that have not been looked at."""
     leases: dict[int, Lease] = field(default_factory=dict)
     """By work."""
     owed: set[tuple[int, int]] = field(default_factory=set)
@@ -48,18 +57,29 @@ class Peer:
     only get stuck again, and it tells two attempts at the same work apart by order alone."""
 
     def take(self, item: WorkItem, now: float) -> None:
-        """One credit turns into a lease."""
-        if self.credits < 1:
-            raise ValueError(f"{self.label} has no credit left")
-        self.credits -= 1
-        self.leases[item.work] = Lease(item.work, item.prompt, item.attempt, 0, now)
+        self.leases[item.work] = Lease(item.work, item.attempt, 0, now, now)
+
+    def returned(self, work: int, attempt: int) -> None:
+        lease = self.leases.get(work)
+        if lease is not None and lease.attempt == attempt:
+            del self.leases[work]
+        self.owed.discard((work, attempt))
+
+    def lose(self, lease: Lease) -> None:
+        """Its lease has expired."""
+        del self.leases[lease.work]
+        self.owed.add((lease.work, lease.attempt))
 
     def hear(self, running: dict[int, int], now: float) -> bool:
-        """Renew the leases of rollouts with new tokens; True if there is one."""
+        """Renew the leases of rollouts with new tokens; True if there is one. `running`: all that it has in hand."""
+        self.owed = {(work, attempt) for work, attempt in self.owed if work in running}
         progress = False
         for work, tokens in running.items():
             lease = self.leases.get(work)
-            if lease is not None and tokens > lease.tokens:
+            if lease is None:
+                continue
+            lease.listed_at = now
+            if tokens > lease.tokens:
                 lease.tokens, lease.progress_at = tokens, now
                 progress = True
         return progress
@@ -67,9 +87,49 @@ class Peer:
     def stalled(self, now: float, progress_s: float) -> list[Lease]:
         return [lease for lease in self.leases.values() if now - lease.progress_at > progress_s]
 
+    def astray(self, now: float, silence_s: float) -> list[Lease]:
+        """Leases of work that it does not have: the order was lost with a connection."""
+        return [lease for lease in self.leases.values() if now - lease.listed_at > silence_s]
+
+    def reconcile(self, in_hand: dict[int, int], now: float) -> tuple[list[Lease], list[int]]:
+        """After a hello: the leases of work that it does not have, and the work in its hands that is not its own (any
+        more)."""
+        lost = []
+        for lease in self.leases.values():
+            lease.listed_at = lease.progress_at = now
+            if in_hand.get(lease.work) != lease.attempt:
+                lost.append(lease)
+        mine = {work: lease.attempt for work, lease in self.leases.items()}
+        foreign = {work: attempt for work, attempt in in_hand.items() if mine.get(work) != attempt}
+        self.owed = set(foreign.items())
+        return lost, list(foreign)
+
+    @property
+    def credits(self) -> int:
+        """Further items that it could take."""
+        return max(0, self.slots - len(self.leases) - len(self.owed))
+
+    @property
+    def takes_work(self) -> bool:
+        return self.joined_at is not None and self.version >= 0 and not self.owed and self.credits > 0
+
+    @cached_property
+    def key(self) -> str:
+        """Its identity as text, the owner of its leases in the journal."""
+        return self.identity.decode()
+
     @property
     def label(self) -> str:
         return f"{self.role} {self.name}"
+
+
+def absent_producer(key: str, works: dict[int, int], now: float) -> Peer:
+    """A producer that had `works` (work -> attempt) before the allocator was started again. It has the time of a
+    silent one to say hello."""
+    _, _, rest = key.partition("/")
+    name, _, epoch = rest.rpartition("/")
+    leases = {work: Lease(work, attempt, 0, now, now) for work, attempt in works.items()}
+    return Peer(key.encode(), "producer", name, int(epoch, 16), heard_at=now, leases=leases)
 
 
 class PeerTable:
@@ -83,9 +143,6 @@ class PeerTable:
         other = next((p for p in self._peers.values() if (p.role, p.name) == (peer.role, peer.name)), None)
         if other is not None and other.epoch > peer.epoch:
             raise StreamError(f"{peer.label} has been started again since")
-        same = self._peers.get(peer.identity)
-        if same is not None and same is not other:
-            raise StreamError(f"its socket belongs to {same.label}")
         if other is not None:
             del self._peers[other.identity]
         self._peers[peer.identity] = peer
@@ -98,7 +155,8 @@ class PeerTable:
         return self._peers.pop(identity, None)
 
     def of(self, role: Role) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.role == role]
+        """Those that take part."""
+        return [peer for peer in self._peers.values() if peer.role == role and peer.joined_at is not None]
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())
@@ -116,15 +174,20 @@ class PeerTable:
                 found.append((peer, f"silent for {limit:g} s"))
         return found
 
-    def status(self, now: float) -> tuple[PeerStatus, ...]:
+    def status(self, now: float, version: int) -> tuple[PeerStatus, ...]:
+        """`version`: the newest published."""
         return tuple(
             PeerStatus(
                 role=peer.role,
                 name=peer.name,
                 version=peer.version,
+                versions_behind=max(0, version - peer.version) if peer.version >= 0 else 0,
                 in_flight=len(peer.leases),
+                credits=peer.credits,
+                oldest_s=round(max((now - lease.progress_at for lease in peer.leases.values()), default=0.0), 1),
                 silent_s=round(now - peer.heard_at, 1),
-                waiting_for=peer.waiting_for,
+                joined_s=0.0 if peer.joined_at is None else round(now - peer.joined_at, 1),
+                connected=peer.joined_at is not None,
             )
             for peer in self._peers.values()
             if peer.role != "observer"

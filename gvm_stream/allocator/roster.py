@@ -71,6 +71,10 @@ class Roster:
         like `next`."""
         self._from_source(count, busy)
         self._readmit(version, readmit_after)
+        return self.usable()
+
+    def usable(self) -> Ints:
+        """Positions of the prompts that are neither quarantined nor retired."""
         usable = np.ones(len(self.ids), np.bool_)
         usable[[*self.quarantined, *self.retired]] = False
         return np.flatnonzero(usable)

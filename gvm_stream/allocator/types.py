@@ -6,6 +6,7 @@ Plain msgspec structs, so that the service can put them on the wire and an embed
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -97,6 +98,11 @@ class Fate(StrEnum):
     EVALUATION = "evaluation"
 
 
+Exit = Literal["all_ended", "rule", "no_signal", "missing_verdicts", "empty_stage", "dropped"]
+"""How a visit ends: all its rollouts have; its stopping rule says so; another prompt takes its place, as this one gives
+no signal; too many rollouts without a verdict; nothing granted in its second stage; somebody dropped it."""
+
+
 class Member(Struct, frozen=True, kw_only=True, gc=False):
     """A scored rollout of a closed group."""
 
@@ -127,10 +133,13 @@ class ClosedGroup(Struct, frozen=True, kw_only=True, gc=False):
     """Of the members."""
     versions: tuple[int, int] | None
     """Oldest and newest policy version in the members; None without members."""
+    tokens: int
+    """All that the visit took, those of rollouts that do not count included."""
     shadow: bool
     """One of the visits that get the same number of rollouts whatever the policy says."""
+    exit: Exit
     reason: str
-    """Why it ended."""
+    """Why it ended, for people."""
     cancel: tuple[tuple[int, int], ...] = ()
     """(work, attempt) still running that nothing will come of: cancel them."""
     unused: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ and once its batch is settled, its error and its cost into the measured gain.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from gvm_stream.allocator.account import TokenAccount
+from gvm_stream.allocator.by_acceptance import ByAcceptance
 from gvm_stream.allocator.closing import close_visit
 from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.allocator.gain import GainMeter
@@ -24,6 +26,7 @@ from gvm_stream.allocator.roster import Roster
 from gvm_stream.allocator.types import (
     Cancelled,
     ClosedGroup,
+    Exit,
     Expired,
     Failed,
     Fate,
@@ -76,6 +79,9 @@ class Visits:
         self._pending: dict[int, tuple[int, float | None]] = {}
         """Scored work whose fate is open -> (visit, energy that came late)."""
         self.gain = GainMeter()
+        self.by_acceptance = ByAcceptance()
+        self.variance = math.nan
+        """Of the mean gradient of the newest settled batch, as its energies and coefficients say."""
 
     # --- opening and launching ---
 
@@ -89,7 +95,7 @@ class Visits:
         """The visit whose rollouts come next; None if there is nothing to issue."""
         while self._launch:
             number = self._launch[0][1]
-            if self.is_open(number) and len(self.visits[number].works) < self.visits[number].target:
+            if self._wants_launch(number):
                 return self.visits[number]
             heappop(self._launch)
         return None
@@ -141,7 +147,7 @@ class Visits:
             raise KeyError(f"group {number} is not open")
         visit = self.visits[number]
         piloting = self._is_pilot(visit) and visit.left > 0
-        closed: tuple[ClosedGroup, ...] = self._close(visit, reason, dropped=True)
+        closed: tuple[ClosedGroup, ...] = self._close(visit, "dropped", reason, dropped=True)
         return closed + self._pilot_ended(visit) if piloting else closed
 
     # --- batches ---
@@ -174,9 +180,11 @@ class Visits:
             "visits": [visit.state_dict() for visit in self.visits.values()],
             "closed": msgspec.to_builtins(list(self._closed.values())),
             "next_visit": self._next_visit,
-            "launch": [list(entry) for entry in self._launch],
+            # Entries that are over go when somebody looks, and a look is no change of the state.
+            "launch": [list(entry) for entry in sorted({e for e in self._launch if self._wants_launch(e[1])})],
             "pending": [[work, *entry] for work, entry in self._pending.items()],
             "gain": msgspec.to_builtins(self.gain),
+            "by_acceptance": msgspec.to_builtins(self.by_acceptance),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -189,6 +197,7 @@ class Visits:
         self._pending = {work: (visit, energy) for work, visit, energy in state["pending"]}
         self._busy = Counter(visit.prompt for visit in self.visits.values())
         self.gain = msgspec.convert(state["gain"], GainMeter)
+        self.by_acceptance = msgspec.convert(state["by_acceptance"], ByAcceptance)
 
     def redo(self) -> None:
         """Begin every batch that is not settled anew, with the same prompts and plans."""
@@ -204,6 +213,10 @@ class Visits:
                 self._open(step, v.plan(), v.tried)
 
     # --- inside ---
+
+    def _wants_launch(self, number: int) -> bool:
+        """True if it is open and has rollouts to issue."""
+        return self.is_open(number) and len(self.visits[number].works) < self.visits[number].target
 
     def _open(self, step: Step, plan: PlannedVisit, tried: int = 0) -> Visit:
         visit = Visit(self._next_visit, step.number, plan, tried)
@@ -227,14 +240,14 @@ class Visits:
         if self._is_pilot(visit):
             return self._pilot_ended(visit)
         if self._planner.refills and self._wants_refill(visit) and self._refill(visit):
-            return self._close(visit, "no signal: another prompt takes its place", dropped=True)
-        return self._close(visit, f"all {visit.target} rollouts have ended")
+            return self._close(visit, "no_signal", "no signal: another prompt takes its place", dropped=True)
+        return self._close(visit, "all_ended", f"all {visit.target} rollouts have ended")
 
     def _advance_by_rule(self, visit: Visit) -> tuple[ClosedGroup, ...]:
         if visit.read_on():
-            return self._close(visit, f"the rule: {visit.successes} successes, {visit.failures} failures")
+            return self._close(visit, "rule", f"the rule: {visit.successes} successes, {visit.failures} failures")
         if visit.missing > self._settings.max_rollouts:
-            return self._close(visit, f"{visit.missing} rollouts without a verdict", dropped=True)
+            return self._close(visit, "missing_verdicts", f"{visit.missing} rollouts without a verdict", dropped=True)
         more = visit.wanted(self._settings.rounds_ahead)
         if more > 0:
             visit.extend(more)
@@ -260,7 +273,7 @@ class Visits:
             if size:
                 heappush(self._launch, (visit.step, visit.number))
             else:
-                closed += self._close(visit, "nothing in the second stage")
+                closed += self._close(visit, "empty_stage", "nothing in the second stage")
         return closed
 
     def _wants_refill(self, visit: Visit) -> bool:
@@ -280,12 +293,13 @@ class Visits:
         step.visits[place] = step.visits.pop()
         return True
 
-    def _close(self, visit: Visit, reason: str, *, dropped: bool = False) -> tuple[ClosedGroup]:
+    def _close(self, visit: Visit, exit: Exit, reason: str, *, dropped: bool = False) -> tuple[ClosedGroup]:
         attempts = ((work, self._ledger.attempt_of(work)) for work in visit.running())
         running = tuple((work, attempt) for work, attempt in attempts if attempt is not None)
         drain = self._settings.on_close == "drain"
         visit.closed, visit.dropped, visit.stragglers = True, dropped, len(running)
-        group = close_visit(visit, self._roster.ids[visit.prompt], self._planner, reason, () if drain else running)
+        cancel = () if drain else running
+        group = close_visit(visit, self._roster.ids[visit.prompt], self._planner, exit, reason, cancel)
         for work in group.unused:
             del self._pending[work]
         if group.unused:
@@ -331,12 +345,17 @@ class Visits:
     def _measure(self, step: Step) -> None:
         """Take the error and cost of a batch's visits for the gain and the price."""
         visits = rollouts = tokens = 0
+        variance = 0.0
         for number in step.visits:
             visit = self.visits[number]
             if not visit.dropped:
-                self.gain.observe(visit.shadow, self._error(visit, self._closed[number].members), visit.tokens)
+                error = self._error(visit, self._closed[number].members)
+                variance += error
+                self.gain.observe(visit.shadow, error, visit.tokens)
+                self.by_acceptance.observe(self._closed[number], visit.tokens)
             if visit.rule is not None:
                 visits, rollouts, tokens = visits + 1, rollouts + len(visit.works), tokens + visit.tokens
+        self.variance = variance / len(step.visits) ** 2 if step.visits else math.nan
         if visits and self._planner.design == "sequential":
             self._planner.spent(visits, rollouts, tokens)
 

@@ -15,6 +15,7 @@ import trio
 
 from gvm_stream.config import Config
 from gvm_stream.config_file import agreed_values
+from gvm_stream.health import Health
 from gvm_stream.metrics import Metrics
 from gvm_stream.process import run_process, set_on_signal
 from gvm_stream.producers.engine import Engine
@@ -33,9 +34,11 @@ def main(config: Config, name: str = "") -> None:
 
 async def produce(config: Config, name: str) -> None:
     to_session, events = trio.open_memory_channel[Event](math.inf)
-    metrics = Metrics("producer")
-    with metrics.serve(config.metrics):
+    metrics, health = Metrics("producer"), Health(config.stream.silence_s)
+    health.waiting_for = "the allocator"
+    with metrics.serve(config.metrics, health):
         async with (
+            health.turning(),
             open_link(
                 config.stream,
                 role="producer",
@@ -46,14 +49,20 @@ async def produce(config: Config, name: str) -> None:
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(link.beat)
+            health.waiting_for = "its engine"
             leave = trio.Event()
             nursery.start_soon(set_on_signal, leave)
+            if config.producer.device != "cpu":
+                from gvm_stream.metrics.gpu import watch_gpu  # torch, only now
+
+                watch_gpu(metrics, config.producer.device)
             make, decode = await trio.to_thread.run_sync(prepare_engine, config, name)
             async with (
                 weights_source(config.stream, name) as weights,
                 VerifierPool(config.verifier) as pool,
                 run_engine(make, to_session) as engine,
             ):
+                health.waiting_for = ""
                 session = Session(config, link, engine, events, pool, weights, decode, metrics)
                 log.info("producer %s ends: %s", name, await session.run(leave))
             nursery.cancel_scope.cancel()

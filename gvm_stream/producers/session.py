@@ -1,7 +1,7 @@
 """A producer's work between allocator and engine: orders in, verified rollouts out, weights followed.
 
 Loops in one nursery: `read_allocator` -> engine; `read_engine` -> `verify` for those that ended together ->
-`send_rollouts`; `follow_weights`. Every order ends as exactly one `Rollout` message, also at shutdown.
+`Delivery`; `follow_weights`. Every order ends as exactly one `Rollout` message, also at shutdown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.config import Config
 from gvm_stream.errors import ModelError, WeightsError
+from gvm_stream.logs import set_version
 from gvm_stream.metrics import Metrics
+from gvm_stream.producers.delivery import Delivery
 from gvm_stream.producers.energy import energy_proxy
 from gvm_stream.producers.engine import Completion, Request
 from gvm_stream.producers.engine_thread import Completed, EngineDied, EngineThread, Event, WeightsFailed, WeightsLoaded
@@ -30,10 +32,6 @@ from gvm_stream.wire.link import Link
 
 log = logging.getLogger(__name__)
 
-SEND_BATCH = 64
-"""Most rollouts in one message."""
-SEND_HOLD_S = 0.01
-"""How long a rollout waits for others to share its message: verdicts come one by one, messages cost both ends."""
 PREFETCH_SHARE = 0.125
 """Orders asked for beyond the engine's slots, as a share of them: a slot that gets free is filled at once, not after a
 verdict and a round trip."""
@@ -72,13 +70,9 @@ class Session:
     ) -> None:
         self._config, self._link, self._engine, self._events = config, link, engine, events
         self._pool, self._weights, self._decode, self._metrics = pool, weights, decode, metrics
-        # Unbounded, but never more than the orders in hand, which credits bound.
-        self._to_send, self._rollouts = trio.open_memory_channel[m.Rollout](math.inf)
         self._orders: dict[int, Order] = {}
         """In the engine, by work."""
-        self._unsent = 0
-        """Orders whose rollout has not been sent."""
-        self._all_sent = trio.Event()
+        self._delivery = Delivery(link, config.stream.silence_s / 3)
         self._wanted: m.WeightsInfo | None = link.welcome.weights
         self._news = trio.Event()
         self._updates: trio.MemorySendChannel[WeightsLoaded | WeightsFailed]
@@ -86,8 +80,8 @@ class Session:
         self._version = -1
         self._leaving = ""
         """Why work in hand is given back; empty while the producer stays."""
-        self._counted_tokens = self._counted_killed = 0
-        link.heartbeat = self._heartbeat
+        self._shown_tokens = 0
+        link.heartbeat, link.in_hand = self._heartbeat, lambda: dict(self._delivery.in_hand)
 
     async def run(self, leave: trio.Event) -> str:
         """Work until the allocator stops the run or `leave` is set; the reason comes back. All work has been returned
@@ -95,15 +89,15 @@ class Session:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_engine, nursery)
             nursery.start_soon(self._follow_weights)
-            nursery.start_soon(self._send_rollouts)
+            nursery.start_soon(self._delivery.run)
+            nursery.start_soon(self._read_allocator, nursery)
             nursery.start_soon(self._leave_when_told, leave, nursery.cancel_scope)
-            nursery.start_soon(self._stop_with_the_run, nursery.cancel_scope)
         return self._leaving
 
     # --- loops ---
 
-    async def _read_allocator(self) -> str:
-        """Orders to the engine until the run stops; why it did."""
+    async def _read_allocator(self, nursery: trio.Nursery) -> None:
+        """Also while the session ends: it must hear that what it handed back has arrived."""
         while True:
             message = await self._link.receive()
             match message:
@@ -111,11 +105,14 @@ class Session:
                     self._submit(message.orders)
                 case m.Cancel():
                     self._engine.abort([work for work in message.works if work in self._orders])
+                case m.Received():
+                    self._delivery.received(message.seq)
+                case m.Welcome():
+                    await self._rejoin(message)
                 case m.NewWeights():
-                    self._wanted = message.weights
-                    self._news.set()
+                    self._want(message.weights)
                 case m.Stop():
-                    return message.reason
+                    nursery.start_soon(self._hand_back, message.reason, Cancelled, nursery.cancel_scope)
                 case _:
                     log.warning("the allocator sent %s, which is not for a producer", type(message).__name__)
 
@@ -136,28 +133,14 @@ class Session:
             if completion.finish in ("stop", "length"):
                 judged.append((order, completion))
             else:
-                self._to_send.send_nowait(self._ended(order, completion))
+                self._delivery.put(self._ended(order, completion))
         started = trio.current_time()
 
         def report(index: int, verdict: Verdict) -> None:
             self._metrics.observe("gvm_verify_seconds", trio.current_time() - started)
-            self._to_send.send_nowait(self._judged(*judged[index], verdict))
+            self._delivery.put(self._judged(*judged[index], verdict))
 
         await self._pool.verify([self._item(*pair) for pair in judged], report)
-
-    async def _send_rollouts(self) -> None:
-        async for first in self._rollouts:
-            batch = [first]
-            await trio.sleep(SEND_HOLD_S)
-            while len(batch) < SEND_BATCH:
-                try:
-                    batch.append(self._rollouts.receive_nowait())
-                except trio.WouldBlock:
-                    break
-            await self._link.send(m.Rollouts(rollouts=tuple(batch)))
-            self._unsent -= len(batch)
-            if self._unsent == 0:
-                self._all_sent.set()
 
     async def _follow_weights(self) -> None:
         """Keep the engine at the newest weights. The first time, ask for work."""
@@ -171,14 +154,13 @@ class Session:
             problem = await self._load(wanted)
             if not problem:
                 failures = 0
-                if self._version < 0:
-                    credits = self._config.producer.slots
-                    credits += math.ceil(credits * PREFETCH_SHARE)
-                    await self._link.send(m.Ask(credits=credits, version=wanted.version))
+                first, self._version = self._version < 0, wanted.version
+                if first:
+                    await self._ask()
                 else:
                     await self._link.send(m.Loaded(version=wanted.version))
-                self._version = wanted.version
                 self._metrics.set("gvm_engine_version", self._version)
+                set_version(self._version)
                 continue
             failures += 1
             log.warning("version %d stays in force: %s", self._version, problem)
@@ -188,15 +170,9 @@ class Session:
                 await self._news.wait()
                 self._news = trio.Event()
 
-    async def _stop_with_the_run(self, scope: trio.CancelScope) -> None:
-        reason = await self._read_allocator()
-        await self._hand_back(reason, Cancelled)
-        scope.cancel()
-
     async def _leave_when_told(self, leave: trio.Event, scope: trio.CancelScope) -> None:
         await leave.wait()
-        await self._hand_back("producer leaves", Failed)
-        scope.cancel()
+        await self._hand_back("producer leaves", Failed, scope)
 
     # --- steps of them ---
 
@@ -214,13 +190,30 @@ class Session:
                     temperature=sampling.temperature,
                 )
             )
-        self._unsent += len(requests)
+        self._delivery.take(orders)
         self._engine.submit(requests)
         if self._leaving:  # an order that crossed our farewell
             self._engine.abort([request.id for request in requests])
 
+    async def _ask(self) -> None:
+        slots = self._config.producer.slots
+        await self._link.send(m.Ask(slots=slots + math.ceil(slots * PREFETCH_SHARE), version=self._version))
+
+    def _want(self, weights: m.WeightsInfo | None) -> None:
+        if weights is not None:
+            self._wanted = weights
+            self._news.set()
+
+    async def _rejoin(self, welcome: m.Welcome) -> None:
+        """The allocator has been started again, or had given us up."""
+        await self._delivery.resend()
+        self._want(welcome.weights)
+        if self._version >= 0:
+            await self._ask()
+
     async def _load(self, info: m.WeightsInfo) -> str:
         """Load these weights; what went wrong, if anything did."""
+        started = trio.current_time()
         try:
             async with self._weights.local(info) as path:
                 self._engine.load_weights(path, info.version)
@@ -229,26 +222,33 @@ class Session:
             return str(error)
         if isinstance(outcome, WeightsFailed):
             return outcome.reason
-        self._metrics.observe("gvm_weight_update_seconds", outcome.seconds)
+        self._metrics.observe("gvm_weight_update_seconds", trio.current_time() - started)
+        self._metrics.observe("gvm_weight_stall_seconds", outcome.seconds)
         return ""
 
-    async def _hand_back(self, reason: str, end: type[Cancelled] | type[Failed]) -> None:
-        """End everything in hand as `end`, wait until it is sent, say goodbye."""
+    async def _hand_back(self, reason: str, end: type[Cancelled] | type[Failed], scope: trio.CancelScope) -> None:
+        """End everything in hand as `end`, wait until it has arrived, say goodbye; the first call counts."""
+        if self._leaving:
+            return
         self._leaving, self._end = reason, end
         self._engine.abort(list(self._orders))
-        if self._unsent:
-            self._all_sent = trio.Event()
-            await self._all_sent.wait()
+        with trio.move_on_after(self._config.stream.silence_s) as patience:
+            await self._delivery.wait_until_empty()
+        if patience.cancelled_caught:
+            left = len(self._delivery.in_hand)
+            log.warning("the allocator has not said that it has %d rollouts; they count as lost", left)
         await self._link.send(m.Goodbye(reason=reason, generated_tokens=self._engine.generated_tokens))
+        scope.cancel()
 
     async def _engine_died(self, error: Exception) -> None:
         """Return what can be returned, then end with the engine's own error."""
         reason = f"the engine died: {error}"
-        failed = [
-            m.Rollout(work=o.work, attempt=o.attempt, outcome=Failed(reason=reason, tokens=self._tokens_of(o.work)))
-            for o in self._orders.values()
-        ]
-        await self._link.send(m.Rollouts(rollouts=tuple(failed)))
+        await self._delivery.send(
+            [
+                m.Rollout(work=o.work, attempt=o.attempt, outcome=Failed(reason=reason, tokens=self._tokens_of(o.work)))
+                for o in self._orders.values()
+            ]
+        )
         raise ModelError(reason) from error
 
     def _item(self, order: Order, completion: Completion) -> VerifyItem:
@@ -268,9 +268,12 @@ class Session:
         tokens = len(completion.tokens)
         if not isinstance(verdict, VerdictScored):
             self._metrics.count("gvm_verdicts", label="unscorable")
+            self._metrics.count("gvm_unscorable", label=verdict.cause)
             outcome = Unscorable(reason=verdict.reason, tokens=tokens, seconds=seconds)
             return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
         versions = [version for version, _, _ in completion.spans] or [self._version]
+        self._metrics.observe("gvm_response_tokens", tokens)
+        self._metrics.count("gvm_rollouts_truncated", completion.finish == "length")
         self._metrics.count("gvm_verdicts", label="right" if verdict.reward >= SUCCESS_REWARD else "wrong")
         return m.Rollout(
             work=order.work,
@@ -303,18 +306,29 @@ class Session:
 
     def _heartbeat(self) -> m.Heartbeat:
         generated = self._engine.generated_tokens
-        self._metrics.count("gvm_engine_tokens", generated - self._counted_tokens)
-        self._counted_tokens = generated
-        self._metrics.set("gvm_engine_running", len(self._orders))
+        if generated > self._shown_tokens:
+            self._metrics.progress()
+        self._metrics.total("gvm_engine_tokens", generated)
+        self._shown_tokens = generated
+        running = sum(self._tokens_of(work) > 0 for work in self._orders)
+        self._metrics.set("gvm_engine_running", running)
+        self._metrics.set("gvm_engine_waiting", len(self._orders) - running)
+        self._metrics.set("gvm_engine_slots_used", running / self._config.producer.slots)
         self._metrics.set("gvm_verifier_waiting", self._pool.stats.waiting)
-        self._metrics.count("gvm_verifier_killed", self._pool.stats.killed - self._counted_killed)
-        self._counted_killed = self._pool.stats.killed
+        self._metrics.total("gvm_verifier_killed", self._pool.stats.killed)
         waiting = ""
         if self._version < 0:
             waiting = "weights" if self._wanted else "the learner's first weights"
-        elif not self._unsent:
+        elif not self._delivery.in_hand:
             waiting = "work"
-        return m.Heartbeat(waiting_for=waiting, running={work: self._tokens_of(work) for work in self._orders})
+        elif not self._orders and self._pool.stats.waiting + self._pool.stats.running:
+            waiting = "verdicts"
+        if waiting:
+            reason = waiting if waiting in ("work", "verdicts") else "weights"
+            self._metrics.count("gvm_producer_wait_seconds", self._config.stream.heartbeat_s, label=reason)
+        return m.Heartbeat(
+            waiting_for=waiting, running={work: self._tokens_of(work) for work in self._delivery.in_hand}
+        )
 
     def _tokens_of(self, work: int) -> int:
         return self._engine.progress.get(work, 0)

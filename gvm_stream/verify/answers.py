@@ -53,4 +53,4 @@ def response_format(settings: VerifierSection, item: VerifyItem) -> Verdict:
 
 
 def unreadable(reason: object) -> VerdictUnscorable:
-    return VerdictUnscorable(f"unreadable gold: {reason}")
+    return VerdictUnscorable(f"unreadable gold: {reason}", "unreadable_gold")

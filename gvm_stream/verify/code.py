@@ -105,7 +105,7 @@ def verify_code(gold: str, response: str, settings: CodeSection) -> Verdict:
     """
     problem = readable_gold(gold)
     if problem:
-        return VerdictUnscorable(f"unreadable gold: {problem}")
+        return VerdictUnscorable(f"unreadable gold: {problem}", "unreadable_gold")
     tests = msgspec.json.decode(gold, type=CodeGold)
     program = extract_program(response)
     if not program.strip():
@@ -116,7 +116,7 @@ def verify_code(gold: str, response: str, settings: CodeSection) -> Verdict:
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
             return _run_asserts(tests, program, sandbox) if tests.asserts else _run_cases(tests, program, sandbox)
     except (OSError, SandboxError) as error:
-        return VerdictUnscorable(f"sandbox failed: {error}")
+        return VerdictUnscorable(f"sandbox failed: {error}", "sandbox")
 
 
 def extract_program(response: str) -> str:

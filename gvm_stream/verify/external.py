@@ -58,15 +58,15 @@ def http_service(settings: VerifierSection, item: VerifyItem) -> Verdict:
     for attempt in range(options.retries + 1):
         pause = 0.0 if attempt == 0 else _pause_s(attempt)
         if time.monotonic() + pause >= end:
-            return VerdictUnscorable(f"{options.url}: no time for another attempt after {failure}")
+            return VerdictUnscorable(f"{options.url}: no time for another attempt after {failure}", "external")
         time.sleep(pause)
         reply = _post(options, body, end - time.monotonic())
         if isinstance(reply, bytes):
             return _read_reply(options.url, reply)
         failure, again = reply
         if not again:
-            return VerdictUnscorable(f"{options.url}: {failure}")
-    return VerdictUnscorable(f"{options.url}: {failure} in {options.retries + 1} attempts")
+            return VerdictUnscorable(f"{options.url}: {failure}", "external")
+    return VerdictUnscorable(f"{options.url}: {failure} in {options.retries + 1} attempts", "external")
 
 
 def _pause_s(attempt: int) -> float:
@@ -98,7 +98,7 @@ def _read_reply(url: str, reply: bytes) -> Verdict:
     try:
         return _reward(msgspec.json.decode(reply, type=_Reply).reward, f"{url} replied")
     except msgspec.DecodeError as error:
-        return VerdictUnscorable(f'{url}: the reply is not JSON with a number "reward": {error}')
+        return VerdictUnscorable(f'{url}: the reply is not JSON with a number "reward": {error}', "external")
 
 
 def _reward(value: object, source: str) -> Verdict:
@@ -106,5 +106,5 @@ def _reward(value: object, source: str) -> Verdict:
     if callable(scalar := getattr(value, "item", None)):  # of numpy or torch
         value = scalar()
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        return VerdictUnscorable(f"{source} {repr(value)[:60]}, expected a finite number")
+        return VerdictUnscorable(f"{source} {repr(value)[:60]}, expected a finite number", "external")
     return VerdictScored(float(value), rule=f"{source} {float(value):g}")

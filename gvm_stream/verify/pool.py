@@ -37,8 +37,8 @@ MEAN_WEIGHT = 0.05
 """Of one more verdict in the mean time of one."""
 LATENCIES = 1000
 
-TIMEOUT = VerdictUnscorable("verifier timeout")
-CRASHED = VerdictUnscorable("verifier crashed")
+TIMEOUT = VerdictUnscorable("verifier timeout", "timeout")
+CRASHED = VerdictUnscorable("verifier crashed", "crashed")
 
 
 def _ignore(index: int, verdict: Verdict) -> None:
@@ -162,7 +162,7 @@ class VerifierPool:
                 with anyio.fail_after(self._settings.timeout_s + GRACE_S):
                     verdicts = await self._next_verdicts(turn)
                 now = anyio.current_time()
-                for verdict in verdicts:
+                for verdict in verdicts[: len(turn.indices)]:  # the rest is of items that others have by now
                     self._settle(turn.call, turn.indices, verdict, (now - started) / len(verdicts))
                 started = now
         except LOST:

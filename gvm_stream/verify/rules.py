@@ -65,7 +65,7 @@ def _weighted_sum(weights: Mapping[VerifierKind, float], settings: VerifierSecti
     for kind, weight in weights.items():
         verdict = judge_by(kind, settings, item)
         if isinstance(verdict, VerdictUnscorable):
-            return VerdictUnscorable(f"{kind}: {verdict.reason}")
+            return VerdictUnscorable(f"{kind}: {verdict.reason}", verdict.cause)
         parts.append((kind, weight, verdict))
     return VerdictScored(
         sum(weight * part.reward for _, weight, part in parts),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -35,10 +37,16 @@ class VerdictScored(msgspec.Struct, frozen=True, tag="scored"):
     """The rule that decided, in a few words."""
 
 
+Cause = Literal["timeout", "crashed", "unreadable_gold", "sandbox", "external", "other"]
+"""Why there is no verdict."""
+
+
 class VerdictUnscorable(msgspec.Struct, frozen=True, tag="unscorable"):
     """The verifier failed, or the gold answer is no answer. Says nothing about the response."""
 
     reason: str
+    """For people."""
+    cause: Cause = "other"
 
 
 Verdict = VerdictScored | VerdictUnscorable

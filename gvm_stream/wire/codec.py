@@ -1,4 +1,5 @@
-"""Bytes to messages and back. One message is one frame; anything else is a `WireError`, counted by whoever reads."""
+"""Bytes to messages and back. One message is one frame, behind a batch may be those of its payloads; anything else is a
+`WireError`, counted by whoever reads."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from gvm_stream.errors import WireError
-from gvm_stream.wire.messages import FromWeightServer, Message, ToAllocator, ToPeer, ToWeightServer
+from gvm_stream.wire.messages import Batch, FromWeightServer, Message, ToAllocator, ToPeer, ToWeightServer
+from gvm_stream.wire.payload import fill
 
 T = TypeVar("T")
 
@@ -27,7 +29,13 @@ def decode_to_allocator(frames: list[bytes]) -> ToAllocator:
 
 
 def decode_to_peer(frames: list[bytes]) -> ToPeer:
-    return _decode(_to_peer, frames)
+    message = _decode(_to_peer, frames[:1])
+    payloads = frames[1:]
+    if not payloads:
+        return message
+    if not isinstance(message, Batch):
+        raise WireError(f"{type(message).__name__} is one frame, got {len(frames)}")
+    return fill(message, payloads)
 
 
 def decode_to_weight_server(frames: list[bytes]) -> ToWeightServer:

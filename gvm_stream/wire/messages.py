@@ -13,7 +13,7 @@ import msgspec
 
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 Role = Literal["producer", "learner", "observer"]
 
@@ -36,12 +36,18 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     """Configuration values that must be the same everywhere (`config_file.agreed_values`)."""
     checkpoints: tuple[int, ...] = ()
     """Learner: training batches behind each complete checkpoint it could start from."""
+    step: int | None = None
+    """Learner: training batches behind the model that it has in memory; None: it is about to load one."""
+    in_hand: dict[int, int] = {}
+    """Producer: work -> attempt of every item in hand."""
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     """The peer ends by itself. Producers have returned every item before."""
 
     reason: str
+    failed: bool = False
+    """True: it ends because of an error that would only come again; a run cannot go on without this learner."""
     generated_tokens: int = 0
 
 
@@ -49,7 +55,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     waiting_for: str = ""
     """What the process waits for right now; empty: it works."""
     running: dict[int, int] = {}
-    """Producers: tokens so far of every work item in hand. Renews their leases."""
+    """Producers: tokens so far of every item in hand, those included whose rollouts have not been `Received` yet.
+    Renews their leases."""
 
 
 class StatusRequest(Message, tag="status?", frozen=True, kw_only=True):
@@ -60,9 +67,10 @@ class StatusRequest(Message, tag="status?", frozen=True, kw_only=True):
 
 
 class Ask(Message, tag="ask", frozen=True, kw_only=True):
-    """Credit for so many more work items."""
+    """Work is welcome. Also said when the number of slots changes, and after every hello."""
 
-    credits: int
+    slots: int
+    """Most items that the producer has in hand at once: its credit is this number less those in its hands."""
     version: int
     """Policy version the engine would sample with now."""
 
@@ -88,12 +96,23 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
 
 
 class Rollouts(Message, tag="rollouts", frozen=True, kw_only=True):
-    """Finished items. Each one also returns its credit."""
+    """Finished items. A producer keeps them in hand until they are `Received`."""
 
+    seq: int
+    """1, 2, 3, ... in the life of a producer: what is sent again after a loss is recognised."""
     rollouts: tuple[Rollout, ...]
 
 
 # --- learner -> allocator ----------------------------------------------------------------------------------------
+
+
+class Canary(Message, frozen=True, kw_only=True):
+    """What weights must give: an engine that has loaded them right finds the same log-probs."""
+
+    tokens: bytes
+    """Token ids, int32 [T]."""
+    logprobs: bytes
+    """Log-probs of tokens 1 .. T - 1, each after those before it, at temperature 1, float32 [T - 1]."""
 
 
 class WeightsInfo(Message, frozen=True, kw_only=True):
@@ -108,6 +127,7 @@ class WeightsInfo(Message, frozen=True, kw_only=True):
     """Hex blake2b-128 of the file."""
     address: str
     """Where the same bytes are served to other hosts; empty: nowhere."""
+    canary: Canary | None = None
 
 
 class Published(Message, tag="published", frozen=True, kw_only=True):
@@ -158,6 +178,10 @@ class StepStats(Message, frozen=True, kw_only=True):
     """Time the learner waited for this batch."""
     noise: NoiseStats | None = None
     """On the batches on which it is measured."""
+    entropy: float = 0.0
+    """Of the policy, per response token trained on."""
+    kl: float = 0.0
+    """KL(policy || reference) per response token trained on; 0 without a reference."""
 
 
 class StepDone(Message, tag="step", frozen=True, kw_only=True):
@@ -176,12 +200,10 @@ class StepDone(Message, tag="step", frozen=True, kw_only=True):
 
 
 class Checkpointed(Message, tag="checkpointed", frozen=True, kw_only=True):
-    """A checkpoint of the state after `step` batches is being written, while training goes on: the allocator saves its
-    own state of this moment. The first one of a run is complete when this is sent."""
+    """A checkpoint is complete: the allocator may forget the batches that no checkpoint needs any more."""
 
-    step: int
-    version: int
-    path: str
+    steps: tuple[int, ...]
+    """Training batches behind each complete checkpoint there is, this one included."""
 
 
 # --- allocator -> peers ------------------------------------------------------------------------------------------
@@ -190,9 +212,29 @@ class Checkpointed(Message, tag="checkpointed", frozen=True, kw_only=True):
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
     run: str
     next_step: int
-    """Training batch the allocator will hand out next: the learner starts from the checkpoint behind so many."""
+    """Learner: the training batch that it gets next. It starts from the checkpoint behind so many batches."""
+    settled: int
+    """Training batches that are settled. Those from `next_step` on have been trained on before, by a learner that died;
+    they are handed out again, and nothing is published before they are behind."""
     weights: WeightsInfo | None
     """Newest weights; None until the learner has published."""
+
+
+class Unknown(Message, tag="unknown", frozen=True, kw_only=True):
+    """The allocator does not know the sender (it has been started again, or took the sender for dead): say hello again,
+    then send again whatever it has not acknowledged."""
+
+
+class Received(Message, tag="received", frozen=True, kw_only=True):
+    """All `Rollouts` of this producer up to `seq` are safe."""
+
+    seq: int
+
+
+class Settled(Message, tag="settled", frozen=True, kw_only=True):
+    """`StepDone` of this batch is safe."""
+
+    step: int
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
@@ -239,6 +281,8 @@ class TrainRollout(Message, frozen=True, kw_only=True):
     logprobs: bytes
     spans: tuple[tuple[int, int, int], ...]
     truncated: bool
+    lag: int
+    """Training batches between the policy that sampled its oldest token and the one that its batch was made for."""
     coefficient: float
     """c_j of the allocator: the prompt's gradient estimate is sum_j c_j grad log pi(y_j) over the group."""
 
@@ -270,31 +314,77 @@ class Stop(Message, tag="stop", frozen=True, kw_only=True):
     """True: all steps are done. False: interrupted, or something failed."""
 
 
+class Wait(Message, frozen=True, kw_only=True):
+    """Something that the run, or a process of it, waits for."""
+
+    who: str
+    """Who waits: "run", or a process as in "producer p0"."""
+    what: str
+    """In words, with whom or what it waits for."""
+    seconds: float
+    """Since when."""
+
+
 class PeerStatus(Message, frozen=True, kw_only=True):
     role: str
     name: str
     version: int
+    """Policy version it samples with (producers); -1: none yet."""
+    versions_behind: int
     in_flight: int
+    """Rollouts in its hands."""
+    credits: int
+    """Further rollouts that it could take."""
+    oldest_s: float
+    """Time since the last new token of the rollout that has made none for longest; 0 without any."""
     silent_s: float
-    waiting_for: str
+    joined_s: float
+    """Time since it joined."""
+    connected: bool
+    """False: its connection is gone; its work goes back to others if it does not return."""
 
 
 class Status(Message, tag="status", frozen=True, kw_only=True):
     """A picture of the run for people and the supervisor."""
 
+    run: str
     phase: str
     step: int
+    """Training batches settled."""
     steps: int
     version: int
+    seconds: float
+    """Since the run began, earlier processes of it included."""
     rollouts: int
+    """Training rollouts that the learner is done with."""
     tokens: dict[str, int]
     """Fate -> tokens, and `generated`, their sum."""
+    running: int
+    """Rollouts in the hands of producers."""
+    scored: int
+    """Rollouts that wait to be trained on."""
+    max_lag: int
+    conserved: bool
+    """Attempts: issued = running + ended; tokens: reported = the sum of the fates."""
+    refused: int
+    """Messages that could not be used."""
+    duplicates: int
+    """Outcomes that had been reported before."""
+    expired: int
+    """Attempts whose owner died or got stuck."""
+    spool_bytes: int
+    spool_waiting: int
+    """Turns of the allocator that are not on disk yet."""
+    price: float | None
+    """Decrease of variance per token of the last rollout granted."""
+    gain: float | None
+    """Measured gain over uniform."""
+    gain_interval: tuple[float, float] | None
     accuracy: tuple[tuple[int, float], ...]
     """(step, held-out accuracy)."""
     last_step: StepStats | None
     peers: tuple[PeerStatus, ...]
-    waits: tuple[str, ...]
-    """What the run waits for, in words."""
+    waits: tuple[Wait, ...]
 
 
 # --- producer <-> weight server ----------------------------------------------------------------------------------
@@ -334,4 +424,4 @@ ToAllocator = (
     | StepDone
     | Checkpointed
 )
-ToPeer = Welcome | Refused | Alive | Work | Cancel | NewWeights | Batch | Stop | Status
+ToPeer = Welcome | Unknown | Refused | Alive | Work | Received | Cancel | NewWeights | Batch | Settled | Stop | Status

@@ -22,7 +22,7 @@ def verify_math(gold: str, response: str, options: MathSection, marker: str) -> 
         if not found.answers:
             problem = readable_gold(expected)
             return (
-                VerdictUnscorable(f"unreadable gold: {problem}")
+                VerdictUnscorable(f"unreadable gold: {problem}", "unreadable_gold")
                 if problem
                 else VerdictScored(0.0, "", expected, found.rule)
             )
@@ -30,7 +30,7 @@ def verify_math(gold: str, response: str, options: MathSection, marker: str) -> 
         if not result.equal and len(found.answers) > 1:
             result = _each(expected, found.answers, options) or result
     except UnreadableGold as error:
-        return VerdictUnscorable(f"unreadable gold: {error}")
+        return VerdictUnscorable(f"unreadable gold: {error}", "unreadable_gold")
     return VerdictScored(float(result.equal), result.extracted, result.expected, f"{found.rule}; {result.rule}")
 
 
