@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from gvm_stream.wire.sockets import bind_router
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.5
+LEAST_ROOM = 4096
+"""Bytes free on a disk that a log can still grow on."""
 STOP_GRACE_S = 30.0
 """Time the processes have to end in order after a stop, the learner's last checkpoint included."""
 
@@ -68,8 +71,11 @@ class Child:
         written = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
         lines = [words for line in written if (words := line.strip(" |+-"))]
         errors = [line for line in lines if line.startswith("error: ")]
-        lines = [line for line in lines if any(map(str.isalnum, line))]  # the frame around an exception group
-        return errors[-1].removeprefix("error: ") if errors else (lines[-1].strip(" |") if lines else "it said nothing")
+        if errors:
+            return errors[-1].removeprefix("error: ")
+        if shutil.disk_usage(self.log_path.parent).free < LEAST_ROOM:  # what it said has not reached its log
+            return f"No space left on device: {self.log_path.parent} is full"
+        return lines[-1] if lines else "it said nothing"
 
 
 class Supervisor:
