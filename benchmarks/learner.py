@@ -7,8 +7,9 @@ same loss (clipped, mean over tokens), in float32 on one thread, every one in a 
          `rollout_func`. Every size of its micro-batches is tried and the best counts;
   bare   `loss.backward()` on as many tokens in rows of equal length, so without padding, optimizer or anything else.
 Time is CPU time, which other work on the machine disturbs least. Memory is what training adds to the peak of the
-process. Energy is the time of all rollouts' lm_head energies over that of a step. `publish_seconds` is what a new
-policy version takes from the training, `announce_seconds` the time until it is announced, by the clock.
+process. Energy is the time of all rollouts' lm_head energies over that of a step; noise, what a step takes longer that
+measures its gradient's noise, as every tenth does by default and none of the others here. `publish_seconds` is what a
+new policy version takes from the training, `announce_seconds` the time until it is announced, by the clock.
 
     python -m benchmarks.learner --json [--models small,large] [--rounds 3] [--steps 5]
 
@@ -87,15 +88,22 @@ def measure_ours(model: PreTrainedModel, work: list[Completed], steps: int) -> d
     )
     rows = scored(model, make_rows(work))
     groups = make_groups(rows)
-    trainer = Trainer(config, model)
     padding: list[float] = []
 
-    def step() -> None:
-        result = trainer.train(len(padding), groups, lambda: None)
-        assert result.trained, result.reason
-        padding.append(result.stats.padding_share)
+    def train(measure_every: int) -> dict[str, Any]:
+        learner = msgspec.structs.replace(config.learner, measure_every=measure_every)
+        trainer = Trainer(msgspec.structs.replace(config, learner=learner), model)
 
-    measured = measure(step, steps)
+        def step() -> None:
+            result = trainer.train(1, groups, lambda: None)  # a step with its noise only if every one has it
+            assert result.trained, result.reason
+            assert (result.stats.noise is not None) == (measure_every == 1)
+            padding.append(result.stats.padding_share)
+
+        return measure(step, steps)
+
+    measured = train(config.learner.measure_every)
+    noisy = statistics.median(train(1)["seconds"])
     micro_batches = pack(rows, MICRO_BATCH_TOKENS)
     states = [response_states(model, m).detach() for m in micro_batches]
     started = time.process_time()
@@ -107,6 +115,7 @@ def measure_ours(model: PreTrainedModel, work: list[Completed], steps: int) -> d
         **measured,
         "padding_share": padding[-1],
         "energy_overhead": energy / statistics.median(measured["seconds"]),
+        "noise_overhead": noisy / statistics.median(measured["seconds"]) - 1,
         **measure_publishing(model, config, steps),
     }
 
@@ -239,6 +248,7 @@ def compare(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "ratio_to_bare": ratio("bare"),
         "padding_share": median("ours", "padding_share"),
         "energy_overhead": median("ours", "energy_overhead"),
+        "noise_overhead": median("ours", "noise_overhead"),
         "publish_seconds": median("ours", "publish_seconds"),
         "announce_seconds": median("ours", "announce_seconds"),
     }

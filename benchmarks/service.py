@@ -32,6 +32,7 @@ from gvm_stream.config_file import agreed_values, load_config
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.codec import decode_to_peer, encode
 from gvm_stream.wire.link import identity_of
+from tests.counting_learner import STATS
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
 SLOTS = 1024
@@ -210,21 +211,6 @@ class ServiceLoad(Load):
             message = decode_to_peer(socket.recv_multipart()[:1])
             if not isinstance(message, m.Alive):
                 return message
-
-
-STATS = m.StepStats(
-    loss=0.0,
-    grad_norm=0.0,
-    reward_mean=0.0,
-    zero_signal_groups=0,
-    groups=0,
-    mean_lag=0.0,
-    max_lag=0,
-    mismatch=0.0,
-    effective_sample_size=1.0,
-    seconds=0.0,
-    padding_share=0.0,
-)
 
 
 def make_config(folder: Path, *, spool: bool, prompts: int, payload_bytes: int) -> Config:

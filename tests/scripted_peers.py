@@ -99,7 +99,7 @@ class Disk:
     def __init__(self) -> None:
         self._saved = Saved(snapshot=None, journal=[])
         self._kept = MemorySpool()
-        self.rollouts, self.batch, self.oldest_batch = self._kept.rollouts, self._kept.batch, self._kept.oldest_batch
+        self.rollouts, self.batch = self._kept.rollouts, self._kept.batch
         self.size, self.close = self._kept.size, self._kept.close
 
     def load(self) -> Saved:

@@ -48,7 +48,7 @@ def test_a_learner_benchmark_without_trl_says_so_and_compares_the_rest(
     monkeypatch.setattr(learner, "in_child", here)
     monkeypatch.setattr(learner, "is_installed", lambda name: name == "accelerate")
     monkeypatch.setattr(
-        "sys.argv", ["benchmark", "--json", "--models", "small", "--rounds", "1", "--steps", "1", "--prompts", "2"]
+        "sys.argv", ["benchmark", "--json", "--models", "small", "--rounds", "1", "--steps", "1", "--prompts", "4"]
     )
     learner.main()
     printed = capsys.readouterr()
@@ -56,12 +56,15 @@ def test_a_learner_benchmark_without_trl_says_so_and_compares_the_rest(
     small = json.loads(printed.out)["small"]
     assert small["ratio_to_bare"] == small["tokens_per_second"]["ours"] / small["tokens_per_second"]["bare"]
     assert small["energy_overhead"] > 0
+    assert small["noise_overhead"] > -1
     assert "ratio_to_trl" not in small
 
 
 def test_the_best_micro_batch_of_trl_is_compared_round_by_round() -> None:
     def part(rate: float, memory: float = 1.0) -> dict[str, float]:
-        others = dict.fromkeys(("padding_share", "energy_overhead", "publish_seconds", "announce_seconds"), 0.1)
+        others = dict.fromkeys(
+            ("padding_share", "energy_overhead", "noise_overhead", "publish_seconds", "announce_seconds"), 0.1
+        )
         return {"tokens_per_second": rate, "memory_mb": memory, **others}
 
     rounds = [

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from gvm_stream.learner import variance
-from gvm_stream.learner.variance import PARTS, GradientNoise, Noise, random_parts
+from gvm_stream.learner.variance import PARTS, GradientNoise, random_parts
+from gvm_stream.wire.messages import NoiseStats
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,7 +35,7 @@ def measure(
     shadow: Sequence[bool] | None = None,
     tokens: int = 10,
     seed: int = 0,
-) -> Noise:
+) -> NoiseStats:
     """Of parts with these gradients [K, P], added up in the `.grad` of two parameters."""
     rows = torch.tensor(np.asarray(gradients), dtype=torch.float32)
     size = rows.shape[1] // 2
@@ -72,12 +73,14 @@ def test_parts_that_agree_have_no_noise_whatever_their_sizes() -> None:
 
 
 def test_ratios_of_signal_and_noise() -> None:
-    noise = Noise(variance=2.0, standard_error=0.5, signal=4.0, tokens=100, allocated=200.0, shadow=None)
+    noise = NoiseStats(variance=2.0, standard_error=0.5, signal=4.0, tokens=100, allocated=200.0, shadow=None)
     assert noise.variance_tokens == 200
     assert noise.snr == 2
     assert noise.noise_scale == 50  # half the tokens, twice the variance: as large as the signal
-    assert Noise(variance=0.0, standard_error=0.0, signal=4.0, tokens=1, allocated=0.0, shadow=None).snr == math.inf
-    unseen = Noise(variance=2.0, standard_error=1.0, signal=-1.0, tokens=1, allocated=2.0, shadow=None)
+    assert (
+        NoiseStats(variance=0.0, standard_error=0.0, signal=4.0, tokens=1, allocated=0.0, shadow=None).snr == math.inf
+    )
+    unseen = NoiseStats(variance=2.0, standard_error=1.0, signal=-1.0, tokens=1, allocated=2.0, shadow=None)
     assert unseen.noise_scale == math.inf
     assert unseen.snr == -0.5
 
@@ -132,7 +135,7 @@ class Bandit:
         advantages = (rewards - rewards.mean()) * rollouts / (rollouts - 1)
         return -(advantages * logprobs[actions]).sum() * coefficient / rollouts
 
-    def step(self, prompts: Sequence[int], generator: torch.Generator, seed: int) -> tuple[Noise, Floats]:
+    def step(self, prompts: Sequence[int], generator: torch.Generator, seed: int) -> tuple[NoiseStats, Floats]:
         """What is measured on a step, and its gradient."""
         self.weight.grad = torch.zeros_like(self.weight)
         noise = GradientNoise([self.weight], seed)

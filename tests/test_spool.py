@@ -58,13 +58,13 @@ def turns_in(spool: Spool) -> int:
 def test_payloads_and_batches_are_kept(spool: Spool) -> None:
     spool.commit([Changes(rollouts=[(1, b"one"), (-1, b"held out")]), Changes(settled=[(0, b"batch", (1,))])])
     assert spool.rollouts([1, -1, 7]) == {1: b"one", -1: b"held out"}
-    assert (spool.batch(0), spool.batch(1), spool.oldest_batch()) == (b"batch", None, 0)
+    assert (spool.batch(0), spool.batch(1)) == (b"batch", None)
 
 
 def test_an_empty_spool_has_nothing(spool: Spool) -> None:
     spool.commit([])
     saved = spool.load()
-    assert (saved.snapshot, saved.journal, spool.rollouts([1]), spool.oldest_batch()) == (None, [], {}, None)
+    assert (saved.snapshot, saved.journal, spool.rollouts([1]), spool.batch(0)) == (None, [], {}, None)
 
 
 def test_a_covered_batch_goes_with_its_rollouts_and_no_others(spool: Spool) -> None:
@@ -76,7 +76,7 @@ def test_a_covered_batch_goes_with_its_rollouts_and_no_others(spool: Spool) -> N
     )
     spool.commit([Changes(covered=2), Changes(covered=1)])
     assert spool.rollouts(range(6)) == {2: b"2", 4: b"4", 5: b"5"}
-    assert (spool.batch(0), spool.batch(1), spool.batch(2), spool.oldest_batch()) == (None, None, b"third", 2)
+    assert (spool.batch(0), spool.batch(1), spool.batch(2)) == (None, None, b"third")
 
 
 def test_a_forgotten_payload_is_gone_and_its_batch_stays(spool: Spool) -> None:
@@ -96,6 +96,21 @@ def test_what_comes_and_goes_in_one_commit_leaves_nothing(spool: Spool) -> None:
 def test_more_rollouts_than_sqlite_takes_in_one_statement(spool: Spool) -> None:
     spool.commit([Changes(rollouts=[(work, b"%d" % work) for work in range(130_000)])])
     assert spool.rollouts(range(130_001)) == {work: b"%d" % work for work in range(130_000)}
+
+
+def test_memory_is_bounded_and_what_is_not_in_it_comes_from_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gvm_stream.allocator.spool._RECENT_BYTES", 10)
+    with opened(path) as spool:
+        payloads = {work: b"%04d" % work for work in range(20)}
+        spool.commit([Changes(rollouts=list(payloads.items())[:15])])
+        spool.commit([Changes(rollouts=list(payloads.items())[15:], forget=[19])])
+        del payloads[19]
+        assert spool._recent_bytes == sum(map(len, spool._recent.values())) <= 10
+        assert spool.rollouts(range(20)) == payloads
+        assert (spool._recent, spool._recent_bytes) == ({}, 0)  # each is asked for once
+        assert spool.rollouts(range(20)) == payloads
 
 
 def test_a_snapshot_replaces_the_journal_of_its_turn_and_all_before_it(path: Path) -> None:
@@ -232,7 +247,6 @@ class Model(RuleBasedStateMachine):
         assert self.spool.rollouts(range(self.works + 2)) == self.payloads
         steps = {step: content for step, (content, _) in self.batches.items()}
         assert {step: self.spool.batch(step) for step in range(self.steps)} == dict.fromkeys(range(self.steps)) | steps
-        assert self.spool.oldest_batch() == min(steps, default=None)
         if not self.folder:
             assert self.spool.size() == sum(map(len, self.payloads.values()))
 

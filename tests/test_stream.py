@@ -121,6 +121,22 @@ def test_by_hand_in_any_order_with_two_producers_and_no_lag(tmp_path: Path) -> N
     assert_account_sums(content)
 
 
+def test_a_learner_that_cannot_go_on_ends_the_run_at_once_with_its_reason(tmp_path: Path) -> None:
+    impossible = {"learner__max_logprob_mismatch": "1e-12", "learner__max_skipped": "1"}
+    common = ["--config", str(CONFIG), *overrides(tmp_path, run__steps="8", **impossible)]
+    with (
+        started(["allocator", *common], tmp_path / "allocator.txt") as allocator,
+        started(["learner", *common], tmp_path / "learner.txt") as learner,
+        started(["producer", *common], tmp_path / "producer.txt") as producer,
+    ):
+        statuses = [process.wait(TIMEOUT_S) for process in (learner, allocator, producer)]
+    assert statuses == [1, 1, 0]
+    assert "error: learner learner cannot go on: 1 batches in a row gave no usable gradient" in (
+        (tmp_path / "allocator.txt").read_text()
+    )
+    assert report(tmp_path)["outcome"] == "failed"
+
+
 def test_a_producer_on_a_host_without_the_learners_files_fetches_the_weights(tmp_path: Path) -> None:
     """Another host is another view of the file system: the producer sees an empty folder where the run is."""
     (tmp_path / "run").mkdir()

@@ -225,8 +225,7 @@ class Broker:
     # --- producers and learner ---
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float) -> None:
-        if message.waiting_for != peer.waiting_for:
-            peer.waiting_for, peer.waiting_since = message.waiting_for, now
+        peer.waiting_for = message.waiting_for
         if peer.hear(message.running, now) or (peer.role == "learner" and not message.waiting_for):
             self.progress_at = now
 

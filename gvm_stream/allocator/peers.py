@@ -43,7 +43,6 @@ class Peer:
     """Most work items that it takes."""
     version: int = -1
     waiting_for: str = ""
-    waiting_since: float = 0.0
     unreachable_at: float | None = None
     """Since when messages to it cannot be sent; None: they can."""
     heard: int = 0

@@ -34,7 +34,6 @@ from gvm_stream.allocator.types import (
     ClosedGroup,
     Expired,
     Fate,
-    Outcome,
     PromptId,
     Scored,
     Unscorable,
@@ -60,10 +59,6 @@ class Effects:
         self.cancel: list[tuple[int, int]] = []
         """(work, attempt) that run for nothing: their visit has ended."""
         self.closed: list[ClosedGroup] = []
-        self.counted: Counter[type[Outcome]] = Counter()
-        """Outcomes that count."""
-        self.repeated = 0
-        """Outcomes of attempts that had ended before."""
         self.evaluated: list[EvalRow] = []
 
 
@@ -258,10 +253,8 @@ class RunState:
             effects.closed += told.closed
             effects.unused += [unused for group in told.closed for unused in group.unused]
         if reception is not Reception.ACCEPTED or item is None:
-            effects.repeated += 1
             return
         self.owners.pop(work, None)
-        effects.counted[type(outcome)] += 1
         if isinstance(outcome, Scored | Unscorable):
             self._watch_verdict(item, result)
 

@@ -96,9 +96,6 @@ class Spool(Protocol):
     def batch(self, step: int) -> bytes | None:
         """A settled batch; None if it is covered or was never settled."""
 
-    def oldest_batch(self) -> int | None:
-        """The first settled step that is not covered."""
-
     def size(self) -> int:
         """Bytes in use."""
 
@@ -133,9 +130,6 @@ class MemorySpool:
 
     def batch(self, step: int) -> bytes | None:
         return self._batches[step][0] if step in self._batches else None
-
-    def oldest_batch(self) -> int | None:
-        return min(self._batches, default=None)
 
     def size(self) -> int:
         """Bytes of payloads."""
@@ -236,11 +230,6 @@ class SqliteSpool:
     def batch(self, step: int) -> bytes | None:
         with self._failing("read"):
             return self._content("SELECT content FROM batch WHERE step = ?", step)
-
-    def oldest_batch(self) -> int | None:
-        with self._failing("read"):
-            step: int | None = self._db.execute("SELECT min(step) FROM batch").fetchone()[0]
-        return step
 
     def size(self) -> int:
         """Bytes of the pages in use. The file itself does not shrink: free pages are used again."""

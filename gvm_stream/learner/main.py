@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from gvm_stream.allocator.types import Fate
 from gvm_stream.config import Config
 from gvm_stream.config_file import agreed_values
-from gvm_stream.errors import ConfigError, StreamError, TrainingError
+from gvm_stream.errors import ConfigError, ModelError, StreamError, TrainingError, WeightsError
 from gvm_stream.health import Health
 from gvm_stream.learner.checkpoint import Checkpoint, Saver, complete_checkpoints, read_trainer_state, set_aside
 from gvm_stream.learner.distributed import Ranks, SharedFeed, join_ranks, shard
@@ -76,8 +75,12 @@ def main(config: Config, *, resume: bool) -> None:
                 config.metrics.trackers if ranks.first else (), Tracked(root, "learner", msgspec.to_builtins(config))
             )
         )
-        with closing(Learner(config, shared, metrics, track, behind, settled, ranks)) as learner:
-            learner.run()
+        try:
+            with closing(Learner(config, shared, metrics, track, behind, settled, ranks)) as learner:
+                learner.run()
+        except (ModelError, TrainingError, WeightsError) as error:  # the run need not wait for a learner to come back
+            shared.send(Goodbye(reason=str(error), failed=True))
+            raise
 
 
 def _checkpoints(root: Path, *, resume: bool) -> list[Checkpoint]:
@@ -264,9 +267,7 @@ class Learner:
         if stats.noise is not None:
             metrics.set("gvm_gradient_variance", stats.noise.variance)
             metrics.set("gvm_gradient_signal", stats.noise.signal)
-            noise = stats.noise
-            scale = noise.variance * noise.tokens / noise.signal if noise.signal > 0 else math.nan
-            metrics.set("gvm_noise_scale_tokens", scale)
+            metrics.set("gvm_noise_scale_tokens", stats.noise.noise_scale)
 
 
 @contextmanager

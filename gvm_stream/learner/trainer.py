@@ -34,7 +34,7 @@ from gvm_stream.learner.optimizer import clip_gradient, learning_rate, make_opti
 from gvm_stream.learner.reference import load_reference
 from gvm_stream.learner.survey import Seen, means_of_peers, measured_advantages, with_advantages, with_peers
 from gvm_stream.learner.variance import GradientNoise, random_parts
-from gvm_stream.wire.messages import NoiseStats, StepStats, TrainGroup
+from gvm_stream.wire.messages import StepStats, TrainGroup
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Trainer:
             padding_share=padding_share(
                 [r for part in rows for r in part], [m for part in micro_batches for m in part]
             ),
-            noise=_stats(noise) if noise and not skipped else None,
+            noise=noise.result() if noise and not skipped else None,
             entropy=figures.entropy,
             kl=figures.kl,
         )
@@ -309,18 +309,6 @@ class Trainer:
         self._optimizer.step()
         self.trained_steps += 1
         return norm, None
-
-
-def _stats(noise: GradientNoise) -> NoiseStats:
-    found = noise.result()
-    return NoiseStats(
-        variance=found.variance,
-        standard_error=found.standard_error,
-        signal=found.signal,
-        tokens=found.tokens,
-        allocated=found.allocated,
-        shadow=found.shadow,
-    )
 
 
 def _nothing_usable(plan: BatchPlan, groups: Sequence[TrainGroup]) -> Skip | None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from gvm_stream.allocator.arrays import Floats
+from gvm_stream.wire.messages import NoiseStats
 
 PARTS = 16
 """Enough for a relative standard error of sqrt(2 / 15) = 37 % were the noise in one direction, less in many."""
@@ -41,42 +41,6 @@ BUCKETS = 1 << 14
 parameters."""
 CHUNK = 1 << 20
 """Coordinates sketched at a time."""
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Of the gradient of a step, before clipping."""
-
-    variance: float
-    """tr Cov."""
-    standard_error: float
-    """Of `variance`, by the jackknife over parts: 10 % too large for 8 of them, and rough where few groups make up most
-    of the gradient."""
-    signal: float
-    """Squared norm of the expected gradient, without bias and thus possibly below 0."""
-    tokens: int
-    allocated: float | None
-    """Variance times tokens of the groups allocated by the policy, scaled to the whole step; the number of groups does
-    not matter to it. None if there are none."""
-    shadow: float | None
-    """The same of shadow-uniform groups. Averages over steps of `shadow` and `allocated` compare the two."""
-
-    @property
-    def variance_tokens(self) -> float:
-        """What a step costs at equal precision: to halve the variance takes twice the tokens."""
-        return self.variance * self.tokens
-
-    @property
-    def snr(self) -> float:
-        """Signal-to-noise ratio; infinite without noise."""
-        return self.signal / self.variance if self.variance > 0 else math.inf
-
-    @property
-    def noise_scale(self) -> float:
-        """Tokens in a step at which signal and noise would be equal, tr(Sigma)/|G|^2 of McCandlish et al. (arXiv
-        1812.06162, appendix A); infinite where there is no signal to be seen. Over several steps: average variance
-        times tokens and signal apart, then divide."""
-        return self.variance_tokens / self.signal if self.signal > 0 else math.inf
 
 
 def random_parts(shadow: Sequence[bool], seed: int) -> list[list[int]]:
@@ -125,7 +89,7 @@ class GradientNoise:
         self._sketches.append(self._sketch())
         self._parts.append((share, tokens, shadow))
 
-    def result(self) -> Noise:
+    def result(self) -> NoiseStats:
         """Raises ValueError if there were fewer than three parts."""
         count = len(self._parts)
         if count < 3:
@@ -151,7 +115,7 @@ class GradientNoise:
             noise = (squares - shares**2 * signal)[kind].sum()
             return float(noise / shares[kind].sum() ** 2 * tokens[kind].sum())
 
-        return Noise(
+        return NoiseStats(
             variance=float(variance),
             standard_error=float((without / rest).std() * math.sqrt(count - 1)),
             signal=float(signal),

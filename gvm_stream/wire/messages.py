@@ -7,6 +7,7 @@ handshake with both numbers in the message.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -146,13 +147,34 @@ class NoiseStats(Message, frozen=True, kw_only=True):
     variance: float
     """Trace of its covariance."""
     standard_error: float
+    """Of `variance`, by the jackknife over parts: 10 % too large for 8 of them, and rough where few groups make up most
+    of the gradient."""
     signal: float
     """Squared norm of its expectation, without bias: may come out below 0."""
     tokens: int
     """Response tokens of the batch."""
     allocated: float | None
-    """Variance times tokens of the groups that the policy allocated, and of shadow-uniform ones; None without any."""
+    """Variance times tokens of the groups that the policy allocated, scaled to the whole batch; their number does not
+    matter to it. None without any."""
     shadow: float | None
+    """The same of shadow-uniform groups. Averages over batches of `shadow` and `allocated` compare the two."""
+
+    @property
+    def variance_tokens(self) -> float:
+        """What a batch costs at equal precision: to halve the variance takes twice the tokens."""
+        return self.variance * self.tokens
+
+    @property
+    def snr(self) -> float:
+        """Signal-to-noise ratio; infinite without noise."""
+        return self.signal / self.variance if self.variance > 0 else math.inf
+
+    @property
+    def noise_scale(self) -> float:
+        """Tokens in a batch at which signal and noise would be equal, tr(Sigma)/|G|^2 of McCandlish et al. (arXiv
+        1812.06162, appendix A); infinite where there is no signal to be seen. Over several batches: average variance
+        times tokens and signal apart, then divide."""
+        return self.variance_tokens / self.signal if self.signal > 0 else math.inf
 
 
 class StepStats(Message, frozen=True, kw_only=True):
