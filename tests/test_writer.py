@@ -101,6 +101,23 @@ async def test_nothing_is_sent_before_it_is_written_down() -> None:
         assert disk.load().journal == [b"1"]
 
 
+async def test_observers_do_not_wait_for_a_disk_and_see_that_the_run_does() -> None:
+    disk = SlowDisk()
+    async with desk(disk) as d:
+        d.change()
+        d.say(P, m.Received(seq=1))
+        await d.writer.put()
+        await trio.testing.wait_all_tasks_blocked()
+        status = d.stage.broker.status(d.stage.now)
+        d.say(WATCHER, status)
+        await d.writer.put()
+        assert d.socket.sent == [(WATCHER, status)]
+        assert "the disk: 1 turns of the allocator are not written" in [wait.what for wait in status.waits]
+        disk.permits.release()
+        await d.writer.drain()
+        assert d.socket.to(P) == [m.Received(seq=1)]
+
+
 async def test_turns_that_gather_during_a_commit_share_the_next_one_and_stay_in_order() -> None:
     disk = SlowDisk()
     async with desk(disk) as d:
@@ -109,14 +126,14 @@ async def test_turns_that_gather_during_a_commit_share_the_next_one_and_stay_in_
             d.say(P, m.Received(seq=seq))
             await d.writer.put()
             await trio.testing.wait_all_tasks_blocked()
-        d.say(WATCHER, m.Unknown())  # changes nothing, but must not overtake what was said before
+        d.say(L, m.Unknown())  # changes nothing, but must not overtake what was said before
         await d.writer.put()
         assert d.stage.broker.spool_waiting == 5
         disk.permits.release(2)
         await d.writer.drain()
         assert disk.commits == [1, 4]
         assert d.socket.to(P) == [m.Received(seq=seq) for seq in range(1, 6)]
-        assert d.socket.sent[-1] == (WATCHER, m.Unknown())
+        assert d.socket.sent[-1] == (L, m.Unknown())
         assert d.stage.broker.spool_waiting == 0
 
 

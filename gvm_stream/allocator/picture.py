@@ -31,6 +31,8 @@ def waits(broker: Broker) -> list[Waiting]:
         """`of`: what tells it from other waits for the same reason."""
         found.append(Waiting("run", what, f"{reason} {of}", reason))
 
+    if broker.spool_waiting:
+        run("disk", f"the disk: {broker.spool_waiting} turns of the allocator are not written")
     if broker.stopping:
         for peer in (*producers, *learners):
             run("goodbye", f"{peer.label} to say goodbye", peer.label)

@@ -18,6 +18,7 @@ Reason = Literal[
     "training",
     "checkpoint",
     "goodbye",
+    "disk",
 ]
 """What a run waits for."""
 

@@ -1,7 +1,8 @@
 """Turns of the allocator on their way out: first what has changed is written down, then what was said is sent.
 
-So nobody is ever told of anything that a crash could undo. While a commit is on its way to the disk, the turns after it
-gather and share the next one.
+So nobody is ever told of anything that a crash could undo. Observers alone are answered at once: what they get is a
+picture, no promise, and it must not wait for a disk that hangs. While a commit is on its way to the disk, the turns
+after it gather and share the next one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ R = TypeVar("R")
 
 MOST_WAITING_BYTES = 256 << 20
 """Payload of turns that are not on disk yet. Beyond it no message is read, and the producers' sends wait."""
+
+OBSERVER = b"observer/"
+"""How the identity of one begins."""
 
 _batch = msgspec.msgpack.Decoder(m.Batch)
 
@@ -63,8 +67,11 @@ class Writer:
     async def put(self, *, snapshot: bool = False) -> None:
         """Take what the broker has done since the last call. Waits while too much is waiting to be written."""
         broker = self._broker
-        turn = Turn(broker.work.take_changes(snapshot=snapshot), tuple(broker.outbox), tuple(broker.replays))
+        watched = [out for out in broker.outbox if out[0].startswith(OBSERVER)]
+        outbox = tuple(out for out in broker.outbox if not out[0].startswith(OBSERVER))
         broker.outbox.clear()
+        self._send(watched)
+        turn = Turn(broker.work.take_changes(snapshot=snapshot), outbox, tuple(broker.replays))
         broker.replays.clear()
         if self._in_memory or self._broken:
             await self._finish([turn])
@@ -109,7 +116,7 @@ class Writer:
                 self._broken = True
                 self._broker.fail(str(error), trio.current_time())
         for turn in turns:
-            self._send(out for out in turn.outbox if isinstance(out[1], m.Stop | m.Status))
+            self._send(out for out in turn.outbox if isinstance(out[1], m.Stop))
 
     async def _write(self, changes: Sequence[Changes]) -> None:
         if not changes:
