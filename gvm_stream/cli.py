@@ -15,6 +15,7 @@ from gvm_stream.keys_command import add_commands as add_keys_commands
 from gvm_stream.report.commands import add_command as add_report_command
 from gvm_stream.simulate.commands import add_command as add_simulate_command
 from gvm_stream.verify.commands import add_commands as add_verify_commands
+from gvm_stream.vllm.environment import hide_unmatched
 from gvm_stream.watching import add_status_command, add_top_command
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 wrong configuration or data, 130 interrupted, 1 any other error."""
+    hide_unmatched()
     try:
         rest, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
         options, unknown = _parser().parse_known_args(rest)

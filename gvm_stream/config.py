@@ -149,7 +149,19 @@ class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    engine: Annotated[Literal["transformers"], Meta(description="Inference engine.")] = "transformers"
+    engine: Annotated[
+        Literal["transformers", "vllm", "vllm-server"],
+        Meta(
+            description="Inference engine: transformers, vLLM in the producer's process, or external `vllm serve` "
+            "processes."
+        ),
+    ] = "transformers"
+    engine_options: Annotated[
+        dict[str, Any], Meta(description='Engine "vllm": further arguments of vLLM\'s `EngineArgs`.')
+    ] = {}
+    servers: Annotated[
+        tuple[str, ...], Meta(description='Engine "vllm-server": the URLs of the servers, http://HOST:PORT.')
+    ] = ()
     slots: Annotated[int, Meta(ge=1, description="Most rollouts in generation at once, per producer.")] = 256
     device: Annotated[str, Meta(pattern=DEVICE, description="torch device of the engine.")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="torch threads of the engine on a CPU.")] = 1
@@ -197,6 +209,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self._check_allocation()
         self._check_learner()
+        self._check_engine()
         if self.stream.silence_s < 3 * self.stream.heartbeat_s:
             raise ValueError(
                 f"stream.silence_s = {self.stream.silence_s:g} must be at least three times stream.heartbeat_s = "
@@ -220,6 +233,19 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"verifier.overlong.buffer_tokens = {overlong.buffer_tokens} must not be above sampling.max_tokens = "
                 f"{self.sampling.max_tokens}"
             )
+
+    def _check_engine(self) -> None:
+        producer = self.producer
+        if producer.engine_options and producer.engine != "vllm":
+            raise ValueError(f'producer.engine_options are for producer.engine = "vllm", not "{producer.engine}"')
+        if bool(producer.servers) != (producer.engine == "vllm-server"):
+            raise ValueError(
+                f"producer.servers = {list(producer.servers)} must name servers with producer.engine = "
+                f'"vllm-server", and only then; producer.engine is "{producer.engine}"'
+            )
+        for url in producer.servers:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f'producer.servers has "{url}", expected http://HOST:PORT or https://HOST:PORT')
 
     def _check_learner(self) -> None:
         learner = self.learner

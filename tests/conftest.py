@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
+from gvm_stream.vllm.environment import hide_unmatched
+
+hide_unmatched()
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM warns of things in itself and below."""
+    for item in items:
+        if "vllm" in item.keywords:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))

@@ -14,7 +14,7 @@ import zmq
 
 from gvm_stream.config import StreamSection
 from gvm_stream.errors import WeightsError
-from gvm_stream.producers.engine import Completion, Request
+from gvm_stream.producers.engine import Completion, EngineLoad, Float32, Int32, Request
 from gvm_stream.wire.codec import decode_to_allocator, encode
 from gvm_stream.wire.messages import Heartbeat, ToAllocator, ToPeer
 from gvm_stream.wire.sockets import bind_router
@@ -32,6 +32,9 @@ class ScriptedEngine:
         self.version, self.generated_tokens, self.steps, self.closed = 0, 0, 0, False
         self.after: dict[int, Callable[[], None]] = {}
         self.unloadable: set[int] = set()
+        self.scores: dict[int, float] = {}
+        """Log-prob of every token that is scored, by version; -1 for others."""
+        self.fullness: EngineLoad | None = None
         self.loaded: list[Path] = []
         self.threads: set[int] = set()
         self._running: dict[int, tuple[Request, list[int]]] = {}
@@ -70,6 +73,12 @@ class ScriptedEngine:
 
     def progress(self) -> dict[int, int]:
         return {id: len(versions) for id, (_, versions) in self._running.items()}
+
+    def load(self) -> EngineLoad:
+        return self.fullness or EngineLoad(running=len(self._running), waiting=0, cache_used=0.0, preemptions=0)
+
+    def score(self, tokens: Int32) -> Float32:
+        return np.full(len(tokens) - 1, self.scores.get(self.version, -1.0), np.float32)
 
     def load_weights(self, path: Path, version: int) -> None:
         if version in self.unloadable:

@@ -18,7 +18,7 @@ from gvm_stream.config import Config
 from gvm_stream.config_file import load_config
 from gvm_stream.logs import set_up_logging
 from gvm_stream.producers import main as producer
-from gvm_stream.producers.engine import Completion, Engine, Request
+from gvm_stream.producers.engine import Completion, Engine, EngineLoad, Float32, Int32, Request
 
 STEP_S = 2e-3
 """What a forward pass takes."""
@@ -68,8 +68,14 @@ class DeterministicEngine:
     def progress(self) -> dict[int, int]:
         return {id: len(response.versions) for id, response in self._running.items()}
 
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=len(self._running), waiting=0, cache_used=0.0, preemptions=0)
+
     def load_weights(self, path: Path, version: int) -> None:
         self.version = version
+
+    def score(self, tokens: Int32) -> Float32:
+        return np.full(len(tokens) - 1, -1.0, np.float32)
 
     def close(self) -> None:
         pass

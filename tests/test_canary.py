@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gvm_stream.canary import LENGTH, canary_logprobs, canary_tokens
 from gvm_stream.learner.batch import Row, pack
-from gvm_stream.learner.canary import LENGTH, canary_logprobs, canary_of, canary_tokens
+from gvm_stream.learner.canary import canary_of
 from gvm_stream.learner.distributed import Ranks, gather_weights, weights_of
 from gvm_stream.learner.model import checkpoint_layers, response_logprobs
 from gvm_stream.learner.publish import publish

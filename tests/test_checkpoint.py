@@ -57,7 +57,7 @@ def make_model(hidden: int = 8) -> LlamaForCausalLM:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     words = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
     return str(folder)
 

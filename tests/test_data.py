@@ -44,7 +44,7 @@ def character_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerF
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
     backend.decoder = decoders.Fuse()
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",
         eos_token="<end>",

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from gvm_stream.canary import canary_logprobs, canary_tokens
 from gvm_stream.config import Config, DataSection, ModelSection
 from gvm_stream.errors import WeightsError
 from gvm_stream.learner import publisher
-from gvm_stream.learner.canary import canary_logprobs, canary_tokens
 from gvm_stream.learner.distributed import Ranks
 from gvm_stream.learner.publish import publish
 from gvm_stream.learner.publisher import KEEP, Publisher

@@ -25,20 +25,22 @@ FAMILIES = ("llama", "qwen2", "gpt2")
 
 
 def tiny_model(family: str, seed: int) -> PreTrainedModel:
-    """llama: untied, as many key-value heads as heads; qwen2: grouped heads (4 over 2), biases, tied; gpt2: learned
+    """one-head, and one-head-tied: heads of size 32, the smallest that vLLM runs on a CPU.
+    llama: untied, as many key-value heads as heads; qwen2: grouped heads (4 over 2), biases, tied; gpt2: learned
     positions, fused projections, tied. The weights are wide enough to make distributions far from uniform."""
     torch.manual_seed(seed)
-    if family == "llama":
+    one_head = family.startswith("one-head")
+    if one_head or family == "llama":
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
                 hidden_size=32,
                 intermediate_size=48,
                 num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=64,
+                num_attention_heads=1 if one_head else 2,
+                max_position_embeddings=96 if one_head else 64,
                 initializer_range=0.2,
-                tie_word_embeddings=False,
+                tie_word_embeddings=family == "one-head-tied",
             )
         )
     if family == "qwen2":

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -119,9 +120,8 @@ def sample(
         longest = max(map(len, part))
         ids = torch.tensor([[PAD_ID] * (longest - len(row)) + row for row in part])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in part])
-        output = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=not greedy
-        )
+        generate = cast("Any", model).generate  # its type differs between versions of transformers
+        output = generate(input_ids=ids, attention_mask=mask, max_new_tokens=MAX_RESPONSE_TOKENS, do_sample=not greedy)
         texts += tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True)
     return texts
 

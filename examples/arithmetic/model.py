@@ -35,7 +35,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARKER}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -69,7 +69,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
         )
     )
     # Spelled out because an absent top_k means 50 to `generate`: sampling follows the model's own distribution.
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=END_ID, pad_token_id=PAD_ID
     )
     return model

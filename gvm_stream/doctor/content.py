@@ -63,7 +63,7 @@ def parameters(path: str) -> int:
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"model.path = {path!r} is no causal language model that can be loaded: {reason}") from error

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 def main(config: Config, *, resume: bool) -> None:
     """The learner, or one rank of it under torchrun. Raises GvmStreamError for whatever ends it but the end of the run
     or a signal."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     Objective.of(config)  # a class of the user's that cannot be imported is found before anything waits for anything

@@ -123,7 +123,7 @@ def response_energies(
 
 def lm_head_weight(model: PreTrainedModel) -> Tensor:
     """[V, d]; logits are the last hidden states times it, which `load_model` has checked."""
-    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    weight: Tensor = model.get_output_embeddings().weight
     return weight
 
 
@@ -141,7 +141,7 @@ def _padded(values: Tensor, batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def _has_plain_head(model: PreTrainedModel) -> bool:
     """Logits are hidden states times the lm_head's weight: no bias, no scale, no soft cap."""
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()
     tokens = torch.arange(2, device=model.device)[None]
     states = model.base_model(input_ids=tokens, use_cache=False)[0]
     found, plain = model(input_ids=tokens, use_cache=False).logits, states @ head.weight.T

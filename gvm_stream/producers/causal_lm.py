@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from gvm_stream.errors import ModelError, WeightsError
 
@@ -35,36 +36,71 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: torch.device, max_l
 
 
 def copy_weights(model: PreTrainedModel, path: Path) -> None:
-    """Overwrite the weights of `model` by those of a safetensors file, cast to its dtype. All or nothing.
-
-    The file holds exactly the model's names (of tied weights, one name is enough) in the model's shapes; anything else
-    is a `WeightsError` before the first weight has changed.
-    """
+    """Overwrite the weights of `model` by those of a safetensors file, cast to its dtype. All or nothing: see
+    `check_weights_file`."""
     weights = model.state_dict(keep_vars=True)
+    check_weights_file(shapes_of(model), path)
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(weights, names, path)
-            for name in names:
-                part = file.get_slice(name)
-                shape, kind = tuple(part.get_shape()), part.get_dtype()
-                if shape != tuple(weights[name].shape) or kind not in FLOATING:
-                    raise WeightsError(
-                        f"{name} in the weights file {path} is {kind} {list(shape)}; "
-                        f"a floating-point tensor {list(weights[name].shape)} was expected"
-                    )
-            for name in names:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 weights[name].copy_(file.get_tensor(name))
     except (OSError, SafetensorError) as problem:
         raise WeightsError(f"the weights file {path} cannot be read as safetensors: {problem}") from problem
 
 
-def _check_names(weights: dict[str, Tensor], names: set[str], path: Path) -> None:
-    present = {id(weights[name]) for name in names if name in weights}
-    missing = [name for name, weight in weights.items() if id(weight) not in present]
+@dataclass(frozen=True)
+class Shapes:
+    """What a file with all weights of a model must hold."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: list[frozenset[str]]
+    """Names of the same tensor; one of each is enough. Every name is in one of these."""
+
+
+def shapes_of(model: PreTrainedModel) -> Shapes:
+    weights = model.state_dict(keep_vars=True)
+    same: dict[int, set[str]] = {}
+    for name, weight in weights.items():
+        same.setdefault(id(weight), set()).add(name)
+    return Shapes({name: tuple(weight.shape) for name, weight in weights.items()}, [*map(frozenset, same.values())])
+
+
+def expected_shapes(path: str) -> Shapes:
+    """Of the model of a checkpoint folder or hub name, without loading its weights. Raises `ModelError`."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, RuntimeError, ImportError) as problem:
+        reason = " ".join(str(problem).split())
+        raise ModelError(f"model.path = {path!r} cannot be loaded as a causal language model: {reason}") from problem
+    return shapes_of(model)
+
+
+def check_weights_file(expected: Shapes, path: Path) -> None:
+    """Raise `WeightsError` unless a safetensors file holds exactly the expected names (of tied weights, one name is
+    enough) in the expected shapes."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            _check_names(expected, names, path)
+            for name in names:
+                part = file.get_slice(name)
+                shape, kind = tuple(part.get_shape()), part.get_dtype()
+                if shape != expected.shapes[name] or kind not in FLOATING:
+                    raise WeightsError(
+                        f"{name} in the weights file {path} is {kind} {list(shape)}; "
+                        f"a floating-point tensor {list(expected.shapes[name])} was expected"
+                    )
+    except (OSError, SafetensorError) as problem:
+        raise WeightsError(f"the weights file {path} cannot be read as safetensors: {problem}") from problem
+
+
+def _check_names(expected: Shapes, names: set[str], path: Path) -> None:
+    missing = [min(same) for same in expected.tied if not same & names]
     if missing:
         raise WeightsError(f"the weights file {path} lacks {_some(missing)}; all weights of the model were expected")
-    unknown = names - weights.keys()
+    unknown = names - expected.shapes.keys()
     if unknown:
         raise WeightsError(f"the weights file {path} holds {_some(unknown)}, which the model does not have")
 

@@ -43,6 +43,19 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """For `error`: what went wrong, in one sentence."""
 
 
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How full an engine is."""
+
+    running: int
+    """Requests in generation."""
+    waiting: int
+    """Requests in its queue, those included that it has put back for want of memory."""
+    cache_used: float
+    """Share of the key-value cache in use, 0 .. 1."""
+    preemptions: int
+    """Running requests put back into the queue for want of key-value memory, since the engine was made."""
+
+
 class Engine(Protocol):
     """What a producer needs from an inference engine."""
 
@@ -77,9 +90,20 @@ class Engine(Protocol):
         """Tokens so far of every request that has not ended."""
         ...
 
+    def load(self) -> EngineLoad:
+        """How full it is now. Cheap."""
+        ...
+
     def load_weights(self, path: Path, version: int) -> None:
         """Replace the weights by those of a safetensors file (Hugging Face names). All or nothing: on
         `WeightsError` the old weights and version stay in force."""
         ...
 
-    def close(self) -> None: ...
+    def score(self, tokens: Int32) -> Float32:
+        """Log-probs of tokens 1 .. T - 1 of int32 [T], each after those before it, under softmax(logits) with the
+        weights in force; float32 [T - 1] in nats. Requests that end meanwhile come out of the next `step`."""
+        ...
+
+    def close(self) -> None:
+        """Forget all requests, leave no process and free what it holds."""
+        ...

@@ -70,34 +70,67 @@ async def produce(config: Config, name: str) -> None:
 
 def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Callable[[Sequence[int]], str]]:
     """Heavy imports, then (a maker for the engine's thread to call, the decoder from token ids to text)."""
+    if config.producer.engine == "vllm":
+        from gvm_stream.vllm import environment
+
+        environment.prepare()
     import torch
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from gvm_stream.data.encode import end_token_ids
-    from gvm_stream.producers.transformers_engine import TransformersEngine
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     torch.set_num_threads(config.producer.threads)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    end_tokens = end_token_ids(tokenizer, config.model.path)
-
-    def make() -> Engine:
-        return TransformersEngine(
-            config.model.path,
-            slots=config.producer.slots,
-            max_length=config.data.max_prompt_tokens + config.sampling.max_tokens,
-            end_tokens=end_tokens,
-            dtype=config.model.dtype,
-            device=config.producer.device,
-            kv_policy=config.producer.kv_policy,
-            seed=seed_of(config.run.seed, name),
-        )
+    make = _maker(config, end_token_ids(tokenizer, config.model.path), seed_of(config.run.seed, name))
 
     def decode(tokens: Sequence[int]) -> str:
         return msgspec.convert(tokenizer.decode(list(tokens), skip_special_tokens=True), str)
 
     return make, decode
+
+
+def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[], Engine]:
+    path, producer = config.model.path, config.producer
+    max_length = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if producer.engine == "vllm":
+        from gvm_stream.producers.causal_lm import expected_shapes
+        from gvm_stream.vllm.engine import VllmEngine, start_vllm
+
+        def vllm() -> Engine:
+            return VllmEngine(
+                start_vllm(
+                    path,
+                    slots=producer.slots,
+                    max_length=max_length,
+                    dtype=config.model.dtype,
+                    seed=seed % 2**32,
+                    options=producer.engine_options,
+                ),
+                expected_shapes(path),
+                slots=producer.slots,
+                max_length=max_length,
+                end_tokens=end_tokens,
+                kv_policy=producer.kv_policy,
+            )
+
+        return vllm
+    from gvm_stream.producers.transformers_engine import TransformersEngine
+
+    def transformers() -> Engine:
+        return TransformersEngine(
+            path,
+            slots=producer.slots,
+            max_length=max_length,
+            end_tokens=end_tokens,
+            dtype=config.model.dtype,
+            device=producer.device,
+            kv_policy=producer.kv_policy,
+            seed=seed,
+        )
+
+    return transformers
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
+from gvm_stream.canary import canary_logprobs
 from gvm_stream.producers.causal_lm import copy_weights, load_causal_lm
-from gvm_stream.producers.engine import Completion, Request
+from gvm_stream.producers.engine import Completion, EngineLoad, Float32, Int32, Request
 from gvm_stream.producers.requests import Running, why_impossible, without_tokens
 from gvm_stream.producers.row_table import RowTable
 from gvm_stream.producers.sampling import sample_tokens
@@ -128,6 +129,14 @@ class TransformersEngine:
                 running.versions.append((version, length - running.prompt_length))
         if self._recompute:
             self._fill(range(len(self._running)))
+
+    def load(self) -> EngineLoad:
+        running = len(self._running)
+        return EngineLoad(running=running, waiting=len(self._waiting), cache_used=running / self._slots, preemptions=0)
+
+    def score(self, tokens: Int32) -> Float32:
+        logprobs: Float32 = canary_logprobs(self._model, self._rows.index(tokens.tolist())).cpu().numpy()
+        return logprobs
 
     def close(self) -> None:
         for work in (self._waiting, self._running, self._ended):

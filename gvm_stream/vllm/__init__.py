@@ -1,0 +1,1 @@
+"""Everything that imports vLLM, and what must happen before that."""
