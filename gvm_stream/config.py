@@ -169,6 +169,21 @@ class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         Literal["recompute", "keep"],
         Meta(description="After a weight update, the key-value cache of running rollouts is recomputed or kept."),
     ] = "recompute"
+    canary_tolerance: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="After every weight update, the mean difference in nats up to which the engine's log-probs of "
+            "the learner's canary are right; beyond it no work is taken. 0: 0.001 with float32, 0.1 with bfloat16.",
+        ),
+    ] = 0.0
+    self_test: Annotated[
+        bool,
+        Meta(
+            description="Before taking work, compare the engine's log-probs at three temperatures with the learner's "
+            "forward pass on the checkpoint (loaded into main memory for that), and refuse to run when they differ."
+        ),
+    ] = True
 
 
 class EvalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from gvm_stream.producers.engine_thread import (
     WeightsLoaded,
     run_engine,
 )
+from gvm_stream.wire.messages import Canary
 from tests.doubles import ENDLESS, ScriptedEngine
 
 Events = trio.MemoryReceiveChannel[Event]
@@ -57,7 +58,7 @@ async def test_completions_come_back_and_one_thread_of_its_own_did_it_all() -> N
 async def test_a_version_update_falls_between_two_steps() -> None:
     engine = ScriptedEngine()
     async with running(lambda: engine) as (thread, events):
-        engine.after[2] = lambda: thread.load_weights(Path("w1"), 1)
+        engine.after[2] = lambda: thread.load_weights(Path("w1"), 1, None)
         thread.submit([request(1, ENDLESS, max_tokens=5)])
         loaded, completed = await events.receive(), await events.receive()
     assert isinstance(loaded, WeightsLoaded)
@@ -72,7 +73,7 @@ async def test_a_load_that_fails_keeps_the_old_version_and_the_work() -> None:
     engine = ScriptedEngine()
     engine.unloadable = {1}
     async with running(lambda: engine) as (thread, events):
-        engine.after[2] = lambda: thread.load_weights(Path("w1"), 1)
+        engine.after[2] = lambda: thread.load_weights(Path("w1"), 1, None)
         thread.submit([request(1, ENDLESS, max_tokens=4)])
         failed, completed = await events.receive(), await events.receive()
     assert failed == WeightsFailed(1, "version 1 cannot be loaded")
@@ -80,10 +81,24 @@ async def test_a_load_that_fails_keeps_the_old_version_and_the_work() -> None:
     assert completed.completions[0].spans == ((0, 0, 4),)
 
 
+async def test_the_canary_is_scored_with_the_new_weights_before_anything_else_is_submitted() -> None:
+    engine = ScriptedEngine()
+    engine.scores = {1: -1.5, 2: math.nan}
+    canary = Canary(tokens=np.arange(4, dtype="<i4").tobytes(), logprobs=np.array([-1, -1, -2], "<f4").tobytes())
+    async with running(lambda: engine) as (thread, events):
+        for version in (1, 2):
+            thread.load_weights(Path(f"w{version}"), version, canary)
+        first, second = await events.receive(), await events.receive()
+    assert isinstance(first, WeightsLoaded)
+    assert first.difference == pytest.approx(0.5)
+    assert isinstance(second, WeightsLoaded)
+    assert second.difference == math.inf  # what is not a number is never right
+
+
 async def test_an_idle_engine_loads_weights_at_once_and_does_not_step() -> None:
     engine = ScriptedEngine()
     async with running(lambda: engine) as (thread, events):
-        thread.load_weights(Path("w1"), 1)
+        thread.load_weights(Path("w1"), 1, None)
         assert isinstance(await events.receive(), WeightsLoaded)
     assert engine.version == 1
     assert engine.steps <= 1  # the one after the command

@@ -24,8 +24,10 @@ from gvm_stream.config import (
 from gvm_stream.errors import GvmStreamError, ModelError
 from gvm_stream.metrics import Metrics
 from gvm_stream.process import leaf_error
+from gvm_stream.producers.engine import EngineLoad
 from gvm_stream.producers.engine_thread import Event, run_engine
-from gvm_stream.producers.session import LOAD_ATTEMPTS, Session
+from gvm_stream.producers.following import LOAD_ATTEMPTS, TOLERANCE
+from gvm_stream.producers.session import Session
 from gvm_stream.producers.weights import weights_source
 from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.weights import checksum
@@ -56,11 +58,17 @@ class Stage:
     result: str | GvmStreamError = "still running"
     ended: trio.Event = field(default_factory=trio.Event)
 
-    def weights(self, version: int, *, there: bool = True) -> m.WeightsInfo:
+    def weights(self, version: int, *, there: bool = True, canary: float | None = None) -> m.WeightsInfo:
+        """`canary`: what every token of the canary must score; None: there is none."""
         path = self.folder / f"v{version}"
         path.write_bytes(b"weights %d" % version)
         info = m.WeightsInfo(
-            version=version, path=str(path), size=path.stat().st_size, checksum=checksum(path), address=""
+            version=version,
+            path=str(path),
+            size=path.stat().st_size,
+            checksum=checksum(path),
+            address="",
+            canary=None if canary is None else expected_scores(canary),
         )
         if not there:
             path.unlink()
@@ -96,6 +104,10 @@ class Stage:
                 assert rollout_problem(rollout) == ""
                 found[rollout.work] = rollout
         return found
+
+
+def expected_scores(logprob: float) -> m.Canary:
+    return m.Canary(tokens=np.arange(5, dtype="<i4").tobytes(), logprobs=np.full(4, logprob, "<f4").tobytes())
 
 
 def order(work: int, prompt: str | int, answer: str = "", attempt: int = 0) -> m.WorkOrder:
@@ -371,3 +383,56 @@ async def test_a_producer_all_of_whose_work_waits_for_verdicts_says_so(tmp_path:
     value_of = stage.metrics.registry.get_sample_value
     assert value_of("gvm_unscorable_total", {"cause": "timeout"}) == 1
     assert (value_of("gvm_producer_wait_seconds_total", {"reason": "verdicts"}) or 0) > 0
+
+
+async def test_an_engine_that_does_not_give_the_learners_logprobs_hands_its_work_back_and_takes_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with staged(tmp_path, max_tokens=FOR_EVER, heartbeat_s=0.3) as stage:
+        await stage.join(stage.weights(0, canary=-1.0))
+        await stage.asked(version=0)
+        stage.engine.scores = {1: -1.0 - 2 * TOLERANCE["float32"]}  # half loaded, say
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS), order(2, ENDLESS))))
+        await stage.running(2)
+        stage.allocator.say(m.NewWeights(weights=stage.weights(1, canary=-1.0)))
+        assert await stage.allocator.receive() == m.Ask(slots=0, version=1)
+        outcomes = [rollout.outcome for rollout in (await stage.rollouts(2)).values()]
+        reason = (
+            "with the weights of version 1 the engine's log-probs of the canary differ from the learner's by "
+            "0.002 nats on average, at most 0.001 are expected"
+        )
+        assert {(type(outcome), outcome.reason) for outcome in outcomes if isinstance(outcome, Failed)} == {
+            (Failed, reason)
+        }
+        stage.allocator.say(m.Work(orders=(order(3, "4", "4"),)))  # it crossed our asking for none
+        (back,) = (await stage.rollouts(1)).values()
+        assert back.outcome == Failed(reason=reason, tokens=0)
+        assert stage.metrics.registry.get_sample_value("gvm_engine_quarantined") == 1
+        stage.engine.scores = {}  # the next attempt loads them whole
+        await stage.asked(version=1)
+        assert stage.metrics.registry.get_sample_value("gvm_engine_quarantined") == 0
+        stage.allocator.say(m.Work(orders=(order(4, "4", "4"),)))
+        assert isinstance((await stage.rollouts(1))[4].outcome, Scored)
+        stage.allocator.say(m.Stop(reason="s", final=True))
+    assert f"quarantined: {reason}" in caplog.messages
+
+
+async def test_an_engine_that_stays_wrong_ends_its_producer_with_the_figures(tmp_path: Path) -> None:
+    async with staged(tmp_path, heartbeat_s=0.02) as stage:
+        stage.engine.scores = {0: -3.0}
+        await stage.join(stage.weights(0, canary=-1.0))
+        await stage.ended.wait()
+    assert isinstance(stage.result, ModelError)
+    assert f"weights could not be updated {LOAD_ATTEMPTS} times in a row: quarantined: " in str(stage.result)
+    assert "by 2 nats" in str(stage.result)
+
+
+async def test_orders_asked_for_follow_what_the_engine_can_keep_running(tmp_path: Path) -> None:
+    async with staged(tmp_path) as stage:
+        stage.engine.fullness = EngineLoad(running=2, waiting=2, cache_used=1.0, preemptions=3)
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        assert await stage.allocator.receive() == m.Ask(slots=3, version=0)  # two, and one at hand
+        assert await stage.allocator.receive() == m.Ask(slots=4, version=0)  # nothing put back since
+        assert await stage.allocator.receive() == m.Ask(slots=5, version=0)
+        stage.allocator.say(m.Stop(reason="s", final=True))

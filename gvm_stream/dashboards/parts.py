@@ -44,13 +44,30 @@ ENGINES = dashboard(
             ),
             quantiles("Time of a rollout", "From order to completion.", "s", "gvm_rollout_seconds"),
             graph(
-                "Key-value cache", "Share of its slots in use.", SHARE, Series("gvm_engine_slots_used", "{{instance}}")
+                "Key-value cache",
+                "Share in use; recomputed at 1: weight updates have it computed again.",
+                SHARE,
+                Series("gvm_engine_cache_used", "{{instance}}"),
+                Series("gvm_engine_cache_recomputed", "recomputed {{instance}}"),
+            ),
+            graph(
+                "Preemptions a second",
+                "Rollouts that the engine puts back for want of key-value memory, and computes again.",
+                "none",
+                Series(f"rate(gvm_engine_preemptions_total[{PER_S}])", "{{instance}}"),
             ),
             PRODUCERS_WAIT,
         ],
         "Weights": [
             quantiles("Weight update", "From announcement to in force.", "s", "gvm_weight_update_seconds"),
             quantiles("Stall", "Generation stands still for an update.", "s", "gvm_weight_stall_seconds"),
+            graph(
+                "Canary",
+                "Mean difference of log-probs between engine and learner after an update, in nats; quarantined at 1.",
+                "none",
+                Series("gvm_canary_difference", "difference {{instance}}"),
+                Series("gvm_engine_quarantined", "quarantined {{instance}}"),
+            ),
             graph(
                 "Versions behind",
                 "Policy versions between the newest one published and the engine's.",

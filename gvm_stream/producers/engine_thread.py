@@ -7,6 +7,7 @@ never per token. Idle, the thread sleeps on its queue.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,10 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import trio
 
 from gvm_stream.errors import WeightsError
-from gvm_stream.producers.engine import Completion, Engine, Request
+from gvm_stream.producers.engine import Completion, Engine, EngineLoad, Request
+from gvm_stream.wire.messages import Canary
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,9 @@ class Completed:
 class WeightsLoaded:
     version: int
     seconds: float
+    """That generation has stood still."""
+    difference: float | None
+    """Mean absolute difference of the canary's log-probs from the learner's, in nats; None without a canary."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class _Abort:
 class _Load:
     path: Path
     version: int
+    canary: Canary | None
 
 
 class _Close:
@@ -86,6 +93,8 @@ class EngineThread:
         self._emit = events
         self.progress: dict[int, int] = {}
         """Request -> tokens so far; a picture at most `PROGRESS_INTERVAL_S` old while the engine works."""
+        self.load = EngineLoad(running=0, waiting=0, cache_used=0.0, preemptions=0)
+        """As old as `progress`."""
         self.generated_tokens = 0
 
     def submit(self, requests: list[Request]) -> None:
@@ -94,8 +103,9 @@ class EngineThread:
     def abort(self, ids: list[int]) -> None:
         self._commands.put(_Abort(ids))
 
-    def load_weights(self, path: Path, version: int) -> None:
-        self._commands.put(_Load(path, version))
+    def load_weights(self, path: Path, version: int, canary: Canary | None) -> None:
+        """Load them and score the canary, with nothing submitted in between."""
+        self._commands.put(_Load(path, version, canary))
 
     def close(self) -> None:
         self._commands.put(_Close())
@@ -103,23 +113,24 @@ class EngineThread:
     def run(self, make_engine: Callable[[], Engine], ready: Callable[[], None]) -> None:
         """The thread's body."""
         engine = make_engine()
+        spent = engine.generated_tokens  # before it takes work
         ready()
         try:
-            self._serve(engine)
+            self._serve(engine, spent)
         except Exception as error:  # the engine is third-party code: whatever it raises is its death, reported once
             log.exception("the engine died")
             self._emit(EngineDied(error))
         finally:
-            self.generated_tokens = engine.generated_tokens
+            self.generated_tokens = engine.generated_tokens - spent
             engine.close()
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: Engine, spent: int) -> None:
         pictured_at = handed_over_at = 0.0
         ended: list[Completion] = []
         while True:
             idle = not engine.has_work()
             if idle:
-                self.progress = {}
+                self.progress, self.load = {}, engine.load()
             while idle or not self._commands.empty():
                 command = self._commands.get()
                 if isinstance(command, _Close):
@@ -127,13 +138,13 @@ class EngineThread:
                 self._obey(engine, command)
                 idle = False
             ended += engine.step()
-            self.generated_tokens = engine.generated_tokens
+            self.generated_tokens = engine.generated_tokens - spent
             now = time.monotonic()
             if ended and (now - handed_over_at > HAND_OVER_S or not engine.has_work()):
                 self._emit(Completed(ended))
                 ended, handed_over_at = [], now
             if now - pictured_at > PROGRESS_INTERVAL_S:
-                self.progress, pictured_at = engine.progress(), now
+                self.progress, self.load, pictured_at = engine.progress(), engine.load(), now
 
     def _obey(self, engine: Engine, command: _Submit | _Abort | _Load) -> None:
         match command:
@@ -142,14 +153,23 @@ class EngineThread:
                     engine.submit(request)
             case _Abort(ids):
                 engine.abort(ids)
-            case _Load(path, version):
+            case _Load(path, version, canary):
                 started = time.monotonic()
                 try:
                     engine.load_weights(path, version)
                 except WeightsError as error:
                     self._emit(WeightsFailed(version, str(error)))
                 else:
-                    self._emit(WeightsLoaded(version, time.monotonic() - started))
+                    difference = difference_from(canary, engine)
+                    self._emit(WeightsLoaded(version, time.monotonic() - started, difference))
+
+
+def difference_from(canary: Canary | None, engine: Engine) -> float | None:
+    if canary is None:
+        return None
+    found = engine.score(np.frombuffer(canary.tokens, "<i4"))
+    difference = float(np.abs(found - np.frombuffer(canary.logprobs, "<f4")).mean())
+    return difference if np.isfinite(difference) else math.inf
 
 
 @asynccontextmanager

@@ -85,15 +85,31 @@ def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Cal
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     make = _maker(config, end_token_ids(tokenizer, config.model.path), seed_of(config.run.seed, name))
 
+    def tested() -> Engine:
+        engine = make()
+        if config.producer.self_test:
+            from gvm_stream.producers.self_test import self_test
+
+            try:
+                self_test(engine, config.model.path, dtype=config.model.dtype, max_length=_max_length(config))
+            except Exception:
+                engine.close()
+                raise
+        return engine
+
     def decode(tokens: Sequence[int]) -> str:
         return msgspec.convert(tokenizer.decode(list(tokens), skip_special_tokens=True), str)
 
-    return make, decode
+    return tested, decode
+
+
+def _max_length(config: Config) -> int:
+    return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
 def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[], Engine]:
     path, producer = config.model.path, config.producer
-    max_length = config.data.max_prompt_tokens + config.sampling.max_tokens
+    max_length = _max_length(config)
     if producer.engine == "vllm":
         from gvm_stream.producers.causal_lm import expected_shapes
         from gvm_stream.vllm.engine import VllmEngine, start_vllm

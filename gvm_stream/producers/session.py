@@ -1,13 +1,12 @@
 """A producer's work between allocator and engine: orders in, verified rollouts out, weights followed.
 
 Loops in one nursery: `read_allocator` -> engine; `read_engine` -> `verify` for those that ended together ->
-`Delivery`; `follow_weights`. Every order ends as exactly one `Rollout` message, also at shutdown.
+`Delivery`; `Following` the weights. Every order ends as exactly one `Rollout` message, also at shutdown.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +16,14 @@ import trio
 from gvm_stream.allocator.estimates import SUCCESS_REWARD
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.config import Config
-from gvm_stream.errors import ModelError, WeightsError
-from gvm_stream.logs import set_version
+from gvm_stream.errors import ModelError
 from gvm_stream.metrics import Metrics
+from gvm_stream.producers.credits import Credits
 from gvm_stream.producers.delivery import Delivery
 from gvm_stream.producers.energy import energy_proxy
 from gvm_stream.producers.engine import Completion, Request
 from gvm_stream.producers.engine_thread import Completed, EngineDied, EngineThread, Event, WeightsFailed, WeightsLoaded
+from gvm_stream.producers.following import Following
 from gvm_stream.producers.weights import WeightsSource
 from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.verify.verdict import Verdict, VerdictScored, VerifyItem
@@ -31,12 +31,6 @@ from gvm_stream.wire import messages as m
 from gvm_stream.wire.link import Link
 
 log = logging.getLogger(__name__)
-
-PREFETCH_SHARE = 0.125
-"""Orders asked for beyond the engine's slots, as a share of them: a slot that gets free is filled at once, not after a
-verdict and a round trip."""
-LOAD_ATTEMPTS = 5
-"""Failed weight updates in a row before the producer gives up."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -69,18 +63,29 @@ class Session:
         metrics: Metrics,
     ) -> None:
         self._config, self._link, self._engine, self._events = config, link, engine, events
-        self._pool, self._weights, self._decode, self._metrics = pool, weights, decode, metrics
+        self._pool, self._decode, self._metrics = pool, decode, metrics
         self._orders: dict[int, Order] = {}
         """In the engine, by work."""
         self._delivery = Delivery(link, config.stream.silence_s / 3)
-        self._wanted: m.WeightsInfo | None = link.welcome.weights
-        self._news = trio.Event()
-        self._updates: trio.MemorySendChannel[WeightsLoaded | WeightsFailed]
-        self._updates, self._update = trio.open_memory_channel[WeightsLoaded | WeightsFailed](1)
-        self._version = -1
+        self._credits = Credits(config.producer.slots)
+        self._following = Following(
+            config,
+            engine,
+            weights,
+            metrics,
+            ready=self._begin,
+            loaded=lambda version: link.send(m.Loaded(version=version)),
+            quarantine=self._quarantine,
+        )
+        self._following.want(link.welcome.weights)
+        self._quarantined = ""
+        """Why no work is taken; empty while it is."""
+        self._spoilt: dict[int, tuple[int, str]] = {}
+        """Work -> the version that it must not have tokens of, and why."""
         self._leaving = ""
         """Why work in hand is given back; empty while the producer stays."""
         self._shown_tokens = 0
+        metrics.set("gvm_engine_cache_recomputed", config.producer.kv_policy == "recompute")
         link.heartbeat, link.in_hand = self._heartbeat, lambda: dict(self._delivery.in_hand)
 
     async def run(self, leave: trio.Event) -> str:
@@ -88,7 +93,8 @@ class Session:
         and said goodbye for by then, unless an error ends it."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_engine, nursery)
-            nursery.start_soon(self._follow_weights)
+            nursery.start_soon(self._following.run)
+            nursery.start_soon(self._look_at_the_engine)
             nursery.start_soon(self._delivery.run)
             nursery.start_soon(self._read_allocator, nursery)
             nursery.start_soon(self._leave_when_told, leave, nursery.cancel_scope)
@@ -110,7 +116,7 @@ class Session:
                 case m.Welcome():
                     await self._rejoin(message)
                 case m.NewWeights():
-                    self._want(message.weights)
+                    self._following.want(message.weights)
                 case m.Stop():
                     nursery.start_soon(self._hand_back, message.reason, Cancelled, nursery.cancel_scope)
                 case _:
@@ -122,7 +128,7 @@ class Session:
                 case Completed(completions):
                     verdicts.start_soon(self._verify, [(self._orders.pop(c.id), c) for c in completions])
                 case WeightsLoaded() | WeightsFailed():
-                    await self._updates.send(event)
+                    await self._following.take(event)
                 case EngineDied(error):
                     await self._engine_died(error)
 
@@ -130,7 +136,7 @@ class Session:
         """Report what ended together, each as soon as its verdict is known: one may take long."""
         judged = []
         for order, completion in finished:
-            if completion.finish in ("stop", "length"):
+            if completion.finish in ("stop", "length") and not self._is_spoilt(order, completion):
                 judged.append((order, completion))
             else:
                 self._delivery.put(self._ended(order, completion))
@@ -142,33 +148,12 @@ class Session:
 
         await self._pool.verify([self._item(*pair) for pair in judged], report)
 
-    async def _follow_weights(self) -> None:
-        """Keep the engine at the newest weights. The first time, ask for work."""
-        failures = 0
+    async def _look_at_the_engine(self) -> None:
+        """Ask for what it can keep running."""
         while True:
-            wanted = self._wanted
-            if wanted is None or wanted.version == self._version:
-                await self._news.wait()
-                self._news = trio.Event()
-                continue
-            problem = await self._load(wanted)
-            if not problem:
-                failures = 0
-                first, self._version = self._version < 0, wanted.version
-                if first:
-                    await self._ask()
-                else:
-                    await self._link.send(m.Loaded(version=wanted.version))
-                self._metrics.set("gvm_engine_version", self._version)
-                set_version(self._version)
-                continue
-            failures += 1
-            log.warning("version %d stays in force: %s", self._version, problem)
-            if failures >= LOAD_ATTEMPTS:
-                raise ModelError(f"weights could not be updated {failures} times in a row: {problem}")
-            with trio.move_on_after(self._config.stream.heartbeat_s):  # newer weights end the wait before a retry
-                await self._news.wait()
-                self._news = trio.Event()
+            await trio.sleep(self._config.stream.heartbeat_s)
+            if self._credits.look(self._engine.load):
+                await self._ask()
 
     async def _leave_when_told(self, leave: trio.Event, scope: trio.CancelScope) -> None:
         await leave.wait()
@@ -192,39 +177,29 @@ class Session:
             )
         self._delivery.take(orders)
         self._engine.submit(requests)
-        if self._leaving:  # an order that crossed our farewell
+        if self._leaving or self._quarantined:  # orders that crossed our farewell, or our asking for none
             self._engine.abort([request.id for request in requests])
 
-    async def _ask(self) -> None:
-        slots = self._config.producer.slots
-        await self._link.send(m.Ask(slots=slots + math.ceil(slots * PREFETCH_SHARE), version=self._version))
+    async def _begin(self) -> None:
+        self._quarantined = ""
+        await self._ask()
 
-    def _want(self, weights: m.WeightsInfo | None) -> None:
-        if weights is not None:
-            self._wanted = weights
-            self._news.set()
+    async def _ask(self) -> None:
+        if not self._leaving and self._following.version >= 0:
+            await self._link.send(m.Ask(slots=self._credits.orders, version=self._following.version))
+
+    async def _quarantine(self, version: int, reason: str) -> None:
+        """What runs has been sampled with wrong weights since they were loaded: it goes back, and no more is taken."""
+        self._quarantined = reason
+        self._spoilt.update((work, (version, reason)) for work in self._orders)
+        self._engine.abort(list(self._orders))
+        await self._link.send(m.Ask(slots=0, version=version))
 
     async def _rejoin(self, welcome: m.Welcome) -> None:
         """The allocator has been started again, or had given us up."""
         await self._delivery.resend()
-        self._want(welcome.weights)
-        if self._version >= 0:
-            await self._ask()
-
-    async def _load(self, info: m.WeightsInfo) -> str:
-        """Load these weights; what went wrong, if anything did."""
-        started = trio.current_time()
-        try:
-            async with self._weights.local(info) as path:
-                self._engine.load_weights(path, info.version)
-                outcome = await self._update.receive()
-        except WeightsError as error:
-            return str(error)
-        if isinstance(outcome, WeightsFailed):
-            return outcome.reason
-        self._metrics.observe("gvm_weight_update_seconds", trio.current_time() - started)
-        self._metrics.observe("gvm_weight_stall_seconds", outcome.seconds)
-        return ""
+        self._following.want(welcome.weights)
+        await self._ask()
 
     async def _hand_back(self, reason: str, end: type[Cancelled] | type[Failed], scope: trio.CancelScope) -> None:
         """End everything in hand as `end`, wait until it has arrived, say goodbye; the first call counts."""
@@ -271,7 +246,7 @@ class Session:
             self._metrics.count("gvm_unscorable", label=verdict.cause)
             outcome = Unscorable(reason=verdict.reason, tokens=tokens, seconds=seconds)
             return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
-        versions = [version for version, _, _ in completion.spans] or [self._version]
+        versions = [version for version, _, _ in completion.spans] or [self._following.version]
         self._metrics.observe("gvm_response_tokens", tokens)
         self._metrics.count("gvm_rollouts_truncated", completion.finish == "length")
         self._metrics.count("gvm_verdicts", label="right" if verdict.reward >= SUCCESS_REWARD else "wrong")
@@ -298,11 +273,23 @@ class Session:
         outcome: Cancelled | Failed
         if completion.finish == "error":
             outcome = Failed(reason=completion.error, tokens=tokens)
+        elif spoilt := self._spoilt.pop(order.work, None):
+            outcome = Failed(reason=spoilt[1], tokens=tokens)
         elif self._leaving:
             outcome = self._end(reason=self._leaving, tokens=tokens)
+        elif self._quarantined:
+            outcome = Failed(reason=self._quarantined, tokens=tokens)
         else:
             outcome = Cancelled(reason="cancelled by the allocator", tokens=tokens)
         return m.Rollout(work=order.work, attempt=order.attempt, outcome=outcome)
+
+    def _is_spoilt(self, order: Order, completion: Completion) -> bool:
+        """It was running when wrong weights came, and has tokens of them."""
+        version, _ = self._spoilt.get(order.work, (-1, ""))
+        if any(version == found for found, _, _ in completion.spans):
+            return True
+        self._spoilt.pop(order.work, None)
+        return False
 
     def _heartbeat(self) -> m.Heartbeat:
         generated = self._engine.generated_tokens
@@ -310,15 +297,18 @@ class Session:
             self._metrics.progress()
         self._metrics.total("gvm_engine_tokens", generated)
         self._shown_tokens = generated
-        running = sum(self._tokens_of(work) > 0 for work in self._orders)
-        self._metrics.set("gvm_engine_running", running)
-        self._metrics.set("gvm_engine_waiting", len(self._orders) - running)
-        self._metrics.set("gvm_engine_slots_used", running / self._config.producer.slots)
+        load = self._engine.load
+        self._metrics.set("gvm_engine_running", load.running)
+        self._metrics.set("gvm_engine_waiting", load.waiting)
+        self._metrics.set("gvm_engine_cache_used", load.cache_used)
+        self._metrics.total("gvm_engine_preemptions", load.preemptions)
         self._metrics.set("gvm_verifier_waiting", self._pool.stats.waiting)
         self._metrics.total("gvm_verifier_killed", self._pool.stats.killed)
         waiting = ""
-        if self._version < 0:
-            waiting = "weights" if self._wanted else "the learner's first weights"
+        if self._quarantined:
+            waiting = "weights that give the learner's log-probs"
+        elif self._following.version < 0:
+            waiting = "weights" if self._following.wanted else "the learner's first weights"
         elif not self._delivery.in_hand:
             waiting = "work"
         elif not self._orders and self._pool.stats.waiting + self._pool.stats.running:
