@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -17,3 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "vllm" in item.keywords:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_with_the_tests() -> Iterator[None]:
+    yield
+    if module := sys.modules.get("tests.vllm_server_process"):
+        module.close_shared()

@@ -78,7 +78,7 @@ class ScriptedEngine:
         return self.fullness or EngineLoad(running=len(self._running), waiting=0, cache_used=0.0, preemptions=0)
 
     def score(self, tokens: Int32) -> Float32:
-        return np.full(len(tokens) - 1, self.scores.get(self.version, -1.0), np.float32)
+        return np.full((1, len(tokens) - 1), self.scores.get(self.version, -1.0), np.float32)
 
     def load_weights(self, path: Path, version: int) -> None:
         if version in self.unloadable:

@@ -75,7 +75,7 @@ class DeterministicEngine:
         self.version = version
 
     def score(self, tokens: Int32) -> Float32:
-        return np.full(len(tokens) - 1, -1.0, np.float32)
+        return np.full((1, len(tokens) - 1), -1.0, np.float32)
 
     def close(self) -> None:
         pass

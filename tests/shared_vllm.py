@@ -44,7 +44,7 @@ def shared_engine(
     architecture = repr((shapes.shapes, sorted(map(sorted, shapes.tied))))
     if architecture not in _started:
         _started[architecture] = start_vllm(
-            str(model), slots=SLOTS, max_length=80, dtype="float32", seed=0, options=OPTIONS
+            str(model), slots=SLOTS, max_length=300, dtype="float32", seed=0, options=OPTIONS
         )
     llm = _started[architecture]
     if architecture in _last:

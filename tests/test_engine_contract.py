@@ -1,8 +1,12 @@
-"""What every engine behind `producers.engine.Engine` promises. A new engine joins by a factory in `FACTORIES`."""
+"""What every engine behind `producers.engine.Engine` promises. A new engine joins by a factory in `FACTORIES`.
+
+Engines in this process generate one token for every running request in a step, and with the same seed the same ones;
+`make_stepped` makes only those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +18,20 @@ from hypothesis import strategies as st
 from gvm_stream.errors import WeightsError
 from gvm_stream.producers.engine import Completion, Engine, Request
 from gvm_stream.producers.transformers_engine import TransformersEngine
-from tests.tiny_models import full_forward_logprobs, prompt, random_prompts, requests_for, run, save_tiny_model
+from tests.tiny_models import (
+    VOCABULARY,
+    full_forward_logprobs,
+    prompt,
+    random_prompts,
+    requests_for,
+    run,
+    save_tiny_model,
+)
 
 GREEDY = 0.01  # a temperature
-MAX_LENGTH = 48
+MAX_LENGTH = 300
+LONG = 250
+"""Tokens of a response that is still running when something happens to it, whatever the engine."""
 
 Factory = Callable[..., Engine]
 
@@ -41,24 +55,62 @@ def vllm_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...] = (), s
     return shared_engine(model, slots=slots, max_length=MAX_LENGTH, end_tokens=end_tokens, seed=seed)
 
 
-FACTORIES: dict[str, Factory] = {"transformers": transformers_engine, "vllm": vllm_engine}
-KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+def vllm_server_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...] = (), seed: int = 0) -> Engine:
+    from tests.vllm_server_process import shared_server_engine
+
+    return shared_server_engine(model, slots=slots, max_length=MAX_LENGTH, end_tokens=end_tokens)
+
+
+FACTORIES: dict[str, Factory] = {
+    "transformers": transformers_engine,
+    "vllm": vllm_engine,
+    "vllm-server": vllm_server_engine,
+}
+STEPPED = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+KINDS = ["transformers", *(pytest.param(kind, marks=pytest.mark.vllm) for kind in ("vllm", "vllm-server"))]
 
 
 @pytest.fixture(params=KINDS)
 def make_engine(request: pytest.FixtureRequest) -> Iterator[Factory]:
-    """Makes engines, one at a time: the one before is closed."""
+    yield from one_at_a_time(request.param)
+
+
+@pytest.fixture(params=STEPPED)
+def make_stepped(request: pytest.FixtureRequest) -> Iterator[Factory]:
+    yield from one_at_a_time(request.param)
+
+
+def one_at_a_time(kind: str) -> Iterator[Factory]:
+    """Makes engines; the one before is closed."""
     made: list[Engine] = []
 
     def make(*args: object, **options: object) -> Engine:
         while made:
             made.pop().close()
-        made.append(FACTORIES[request.param](*args, **options))
+        made.append(FACTORIES[kind](*args, **options))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
+
+
+def until_all_run(engine: Engine, ids: Iterable[int]) -> list[Completion]:
+    """Step until each of these has a token; what has ended meanwhile."""
+    ended: list[Completion] = []
+    while any(engine.progress().get(id) == 0 for id in ids):
+        ended += engine.step()
+    return ended
+
+
+def assert_logprobs(weights: dict[int, Path], request: Request, completion: Completion) -> None:
+    """Every token's log-prob is that of the weights its span names."""
+    bounds = [0, *(end for _, _, end in completion.spans)]
+    assert [start for _, start, _ in completion.spans] == bounds[:-1]
+    assert bounds[-1] == len(completion.tokens)
+    for version, start, end in completion.spans:
+        expected = full_forward_logprobs(weights[version], request, completion.tokens)[start:end]
+        np.testing.assert_allclose(completion.logprobs[start:end], expected, rtol=0, atol=2e-5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,11 +130,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same architecture with other weights."""
     return save_tiny_model(tmp_path_factory.mktemp("other"), "one-head", seed=1)
-
-
-def greedy_tokens(make: Factory, model: Path, tokens: tuple[int, ...], count: int) -> list[int]:
-    request = Request(id=0, prompt_tokens=prompt(*tokens), max_tokens=count, temperature=GREEDY)
-    return [int(token) for token in run(make(model), [request])[0].tokens]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
@@ -122,46 +169,64 @@ def test_more_requests_than_slots_all_end_and_are_counted(make_engine: Factory, 
 
 
 def test_any_of_several_end_tokens_stops_and_stays_in_the_response(make_engine: Factory, model: Path) -> None:
-    free = greedy_tokens(make_engine, model, (1, 2, 3), 20)
-    ends = (free[4], free[7])
-    first = min(free.index(end) for end in ends)
-    request = Request(id=0, prompt_tokens=prompt(1, 2, 3), max_tokens=20, temperature=GREEDY)
-    completion = run(make_engine(model, end_tokens=ends), [request])[0]
-    assert completion.finish == "stop"
-    assert completion.tokens.tolist() == free[: first + 1]
+    ends = tuple(range(0, VOCABULARY, 3))
+    completions = run(make_engine(model, end_tokens=ends), requests_for(random_prompts(12), max_tokens=28))
+    assert sum(completion.finish == "stop" for completion in completions.values()) > 6
+    for completion in completions.values():
+        *before, last = completion.tokens.tolist()
+        assert not set(before) & set(ends)
+        assert (completion.finish == "stop") == (last in ends)
 
 
 def test_an_end_token_at_the_cap_is_a_stop(make_engine: Factory, model: Path) -> None:
-    free = greedy_tokens(make_engine, model, (1, 2, 3), 20)
-    cap = free.index(free[4]) + 1
-    request = Request(id=0, prompt_tokens=prompt(1, 2, 3), max_tokens=cap, temperature=GREEDY)
-    assert run(make_engine(model, end_tokens=(free[4],)), [request])[0].finish == "stop"
+    request = Request(id=0, prompt_tokens=prompt(1, 2, 3), max_tokens=1, temperature=1.0)
+    assert run(make_engine(model, end_tokens=tuple(range(VOCABULARY))), [request])[0].finish == "stop"
     assert run(make_engine(model), [request])[0].finish == "length"
 
 
 def test_end_tokens_in_the_prompt_end_nothing(make_engine: Factory, model: Path) -> None:
-    request = Request(id=0, prompt_tokens=prompt(1, 2, 3), max_tokens=20, temperature=GREEDY)
-    free = run(make_engine(model), [request])[0].tokens
-    end = next(token for token in request.prompt_tokens.tolist() if token not in free)
-    assert run(make_engine(model, end_tokens=(end,)), [request])[0].tokens.tolist() == free.tolist()
+    request = Request(id=0, prompt_tokens=prompt(1, 2, 3), max_tokens=20, temperature=1.0)
+    completion = run(make_engine(model, end_tokens=(3,)), [request])[0]
+    assert len(completion.tokens) == 20 or completion.tokens[-1] == 3
+    assert completion.finish == ("stop" if completion.tokens[-1] == 3 else "length")
 
 
 def test_what_exactly_fits_runs_and_one_token_more_is_an_error_with_the_numbers(
     make_engine: Factory, model: Path
 ) -> None:
     engine = make_engine(model)
-    prompts = [prompt(*range(40)), prompt(*range(41))]
+    prompts = [random_prompts(1, shortest=length, longest=length)[0] for length in (292, 293)]
     completions = run(engine, requests_for(prompts, max_tokens=8))
     assert (completions[0].finish, len(completions[0].tokens)) == ("length", 8)
     assert (completions[1].finish, len(completions[1].tokens), completions[1].spans) == ("error", 0, ())
-    assert "41 prompt tokens and max_tokens = 8 make 49" in completions[1].error
-    assert "48" in completions[1].error
+    assert "293 prompt tokens and max_tokens = 8 make 301" in completions[1].error
+    assert "300" in completions[1].error
 
 
 def test_abort_ends_running_requests_with_what_they_have_and_waiting_ones_with_nothing(
     make_engine: Factory, model: Path
 ) -> None:
     engine = make_engine(model, slots=4)
+    requests = requests_for(random_prompts(8, longest=6), max_tokens=LONG)
+    for request in requests:
+        engine.submit(request)
+    assert until_all_run(engine, range(4)) == []
+    engine.abort([0, 1, 2, 3, 4, 5, 6, 7, 99])
+    completions = run(engine, [])
+    assert completions.keys() == set(range(8))
+    assert {completion.finish for completion in completions.values()} == {"abort"}
+    for request in requests[:4]:
+        assert 1 <= len(completions[request.id].tokens) < LONG
+        assert_logprobs({0: model}, request, completions[request.id])
+    for request in requests[4:]:
+        assert (len(completions[request.id].tokens), completions[request.id].spans) == (0, ())
+    assert engine.generated_tokens == sum(len(completion.tokens) for completion in completions.values())
+
+
+def test_a_step_is_a_token_for_every_running_request_and_an_abort_comes_between_two(
+    make_stepped: Factory, model: Path
+) -> None:
+    engine = make_stepped(model, slots=4)
     requests = requests_for(random_prompts(8), max_tokens=20)
     for request in requests:
         engine.submit(request)
@@ -185,22 +250,21 @@ def test_abort_ends_running_requests_with_what_they_have_and_waiting_ones_with_n
 
 def test_abort_leaves_the_others_alone(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model, slots=4)
-    requests = requests_for(random_prompts(6, shortest=5), max_tokens=10)
+    requests = requests_for(random_prompts(6, shortest=5, longest=6), max_tokens=LONG)
     for request in requests:
         engine.submit(request)
-    engine.step()
+    assert until_all_run(engine, range(4)) == []
     engine.abort([0, 2, 5])
     ended = run(engine, [])
     assert {i for i, completion in ended.items() if completion.finish == "abort"} == {0, 2, 5}
     for i in (1, 3, 4):
-        expected = full_forward_logprobs(model, requests[i], ended[i].tokens)
-        np.testing.assert_allclose(ended[i].logprobs, expected, rtol=0, atol=1e-5)
+        assert len(ended[i].tokens) == LONG
+        assert_logprobs({0: model}, requests[i], ended[i])
 
 
 def test_aborting_what_has_just_ended_does_nothing(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model)
-    engine.submit(requests_for([prompt(1)], max_tokens=1)[0])
-    (completion,) = engine.step()
+    (completion,) = run(engine, requests_for([prompt(1)], max_tokens=1)).values()
     engine.abort([completion.id])
     assert (completion.finish, engine.has_work(), engine.step()) == ("length", False, [])
 
@@ -209,6 +273,22 @@ def test_an_update_in_the_middle_splits_spans_and_continues_as_a_fresh_engine_wo
     make_engine: Factory, model: Path, other: Path
 ) -> None:
     engine = make_engine(model, slots=4)
+    requests = requests_for(random_prompts(4, longest=6), max_tokens=LONG)
+    for request in requests:
+        engine.submit(request)
+    assert until_all_run(engine, range(4)) == []
+    engine.load_weights(other / "model.safetensors", 7)
+    assert engine.version == 7
+    completions = run(engine, [])
+    for request in requests:
+        assert [version for version, _, _ in completions[request.id].spans] == [0, 7]
+        assert_logprobs({0: model, 7: other}, request, completions[request.id])
+
+
+def test_an_update_between_two_steps_splits_spans_exactly_there(
+    make_stepped: Factory, model: Path, other: Path
+) -> None:
+    engine = make_stepped(model, slots=4)
     requests = requests_for(random_prompts(4), max_tokens=16)
     for request in requests:
         engine.submit(request)
@@ -225,8 +305,8 @@ def test_an_update_in_the_middle_splits_spans_and_continues_as_a_fresh_engine_wo
         np.testing.assert_allclose(completion.logprobs[6:], after[6:], rtol=0, atol=1e-5)
 
 
-def test_an_update_before_the_first_token_leaves_one_span(make_engine: Factory, model: Path, other: Path) -> None:
-    engine = make_engine(model, slots=1)
+def test_an_update_before_the_first_token_leaves_one_span(make_stepped: Factory, model: Path, other: Path) -> None:
+    engine = make_stepped(model, slots=1)
     for request in requests_for([prompt(1, 2), prompt(3)], max_tokens=2):
         engine.submit(request)
     engine.step()
@@ -239,22 +319,39 @@ def test_an_update_before_the_first_token_leaves_one_span(make_engine: Factory, 
 
 def test_loading_the_same_version_again_does_not_split_a_span(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model)
-    engine.submit(requests_for([prompt(1, 2)], max_tokens=4)[0])
-    engine.step()
+    engine.submit(requests_for([prompt(1, 2)], max_tokens=LONG)[0])
+    assert until_all_run(engine, [0]) == []
     engine.load_weights(model / "model.safetensors", 0)
-    assert run(engine, [])[0].spans == ((0, 0, 4),)
+    assert run(engine, [])[0].spans == ((0, 0, LONG),)
 
 
-def test_a_failed_update_leaves_weights_version_and_random_stream_in_force(
-    make_engine: Factory, model: Path, tmp_path: Path
-) -> None:
+def test_a_failed_update_leaves_weights_and_version_in_force(make_engine: Factory, model: Path, tmp_path: Path) -> None:
+    whole = (model / "model.safetensors").read_bytes()
+    truncated = tmp_path / "truncated.safetensors"
+    truncated.write_bytes(whole[: len(whole) // 2])
+    engine = make_engine(model)
+    requests = requests_for(random_prompts(4, longest=6), max_tokens=LONG)
+    for request in requests:
+        engine.submit(request)
+    ended = until_all_run(engine, range(4))
+    for path in (truncated, tmp_path / "absent.safetensors"):
+        with pytest.raises(WeightsError, match=path.name):
+            engine.load_weights(path, 1)
+    assert engine.version == 0
+    completions = {completion.id: completion for completion in ended} | run(engine, [])
+    for request in requests:
+        assert completions[request.id].spans == ((0, 0, LONG),)
+        assert_logprobs({0: model}, request, completions[request.id])
+
+
+def test_a_failed_update_leaves_the_random_stream_as_it_was(make_stepped: Factory, model: Path, tmp_path: Path) -> None:
     whole = (model / "model.safetensors").read_bytes()
     truncated = tmp_path / "truncated.safetensors"
     truncated.write_bytes(whole[: len(whole) // 2])
     requests = requests_for(random_prompts(4))
 
     def sample(disturb: Callable[[Engine], None]) -> dict[int, Completion]:
-        engine = make_engine(model)
+        engine = make_stepped(model)
         for request in requests:
             engine.submit(request)
         engine.step()
@@ -274,9 +371,9 @@ def test_a_failed_update_leaves_weights_version_and_random_stream_in_force(
         assert completion.spans == ((0, 0, 12),)
 
 
-def test_the_seed_decides_the_samples(make_engine: Factory, model: Path) -> None:
+def test_the_seed_decides_the_samples(make_stepped: Factory, model: Path) -> None:
     requests = requests_for(random_prompts(6))
-    first, again, another = (run(make_engine(model, seed=seed), requests) for seed in (3, 3, 4))
+    first, again, another = (run(make_stepped(model, seed=seed), requests) for seed in (3, 3, 4))
     assert all(first[i].tokens.tolist() == again[i].tokens.tolist() for i in first)
     assert any(first[i].tokens.tolist() != another[i].tokens.tolist() for i in first)
 
@@ -287,9 +384,10 @@ def test_scores_are_those_of_a_full_forward_with_the_weights_in_force(
     engine = make_engine(model)
     tokens = random_prompts(1, seed=5, shortest=30, longest=30)[0]
     sequence = Request(id=0, prompt_tokens=tokens[:1], max_tokens=29, temperature=1.0)
-    np.testing.assert_allclose(engine.score(tokens), full_forward_logprobs(model, sequence, tokens[1:]), atol=1e-5)
+    (scores,) = engine.score(tokens)
+    np.testing.assert_allclose(scores, full_forward_logprobs(model, sequence, tokens[1:]), atol=1e-5)
     engine.load_weights(other / "model.safetensors", 1)
-    scores = engine.score(tokens)
+    (scores,) = engine.score(tokens)
     assert scores.dtype == np.float32
     np.testing.assert_allclose(scores, full_forward_logprobs(other, sequence, tokens[1:]), atol=1e-5)
     assert engine.generated_tokens == 0
@@ -297,20 +395,19 @@ def test_scores_are_those_of_a_full_forward_with_the_weights_in_force(
 
 def test_scoring_loses_nothing_of_what_runs(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model, slots=4)
-    requests = requests_for(random_prompts(6), max_tokens=2)
+    requests = requests_for(random_prompts(6), max_tokens=12)
     for request in requests:
         engine.submit(request)
-    engine.step()
+    ended = until_all_run(engine, range(4))
     engine.score(prompt(1, 2, 3))  # with all slots taken
-    completions = run(engine, [])
+    completions = {completion.id: completion for completion in ended} | run(engine, [])
     for request in requests:
-        assert len(completions[request.id].tokens) == 2
-        expected = full_forward_logprobs(model, request, completions[request.id].tokens)
-        np.testing.assert_allclose(completions[request.id].logprobs, expected, rtol=0, atol=1e-5)
+        assert len(completions[request.id].tokens) == 12
+        assert_logprobs({0: model}, request, completions[request.id])
 
 
-def test_the_load_tells_what_runs_and_what_waits(make_engine: Factory, model: Path) -> None:
-    engine = make_engine(model, slots=3)
+def test_the_load_tells_what_runs_and_what_waits(make_stepped: Factory, model: Path) -> None:
+    engine = make_stepped(model, slots=3)
     assert (engine.load().running, engine.load().waiting) == (0, 0)
     for request in requests_for(random_prompts(5)):
         engine.submit(request)
@@ -377,10 +474,4 @@ def test_whatever_happens_every_request_ends_once_with_spans_and_logprobs_of_its
     assert sorted(completion.id for completion in ended) == list(range(len(requests)))
     assert engine.generated_tokens == sum(len(completion.tokens) for completion in ended)
     for completion in ended:
-        request = requests[completion.id]
-        bounds = [0, *(end for _, _, end in completion.spans)]
-        assert [start for _, start, _ in completion.spans] == bounds[:-1]
-        assert bounds[-1] == len(completion.tokens)
-        for version, start, end in completion.spans:
-            expected = full_forward_logprobs(weights[version], request, completion.tokens)
-            np.testing.assert_allclose(completion.logprobs[start:end], expected[start:end], rtol=0, atol=1e-5)
+        assert_logprobs(dict(enumerate(weights)), requests[completion.id], completion)

@@ -38,7 +38,7 @@ def tiny_model(family: str, seed: int) -> PreTrainedModel:
                 intermediate_size=48,
                 num_hidden_layers=2,
                 num_attention_heads=1 if one_head else 2,
-                max_position_embeddings=96 if one_head else 64,
+                max_position_embeddings=320 if one_head else 64,
                 initializer_range=0.2,
                 tie_word_embeddings=family == "one-head-tied",
             )

@@ -101,7 +101,8 @@ class Engine(Protocol):
 
     def score(self, tokens: Int32) -> Float32:
         """Log-probs of tokens 1 .. T - 1 of int32 [T], each after those before it, under softmax(logits) with the
-        weights in force; float32 [T - 1] in nats. Requests that end meanwhile come out of the next `step`."""
+        weights in force; float32 [C, T - 1] in nats, a row for each of the C copies of the model that the engine
+        samples with. Requests that end meanwhile come out of the next `step`."""
         ...
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ def difference_from(canary: Canary | None, engine: Engine) -> float | None:
     if canary is None:
         return None
     found = engine.score(np.frombuffer(canary.tokens, "<i4"))
-    difference = float(np.abs(found - np.frombuffer(canary.logprobs, "<f4")).mean())
+    difference = float(np.abs(found - np.frombuffer(canary.logprobs, "<f4")).mean(axis=1).max())
     return difference if np.isfinite(difference) else math.inf
 
 

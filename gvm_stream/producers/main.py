@@ -132,6 +132,26 @@ def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[
             )
 
         return vllm
+    if producer.engine == "vllm-server":
+        from transformers import AutoConfig
+
+        from gvm_stream.producers.causal_lm import expected_shapes
+        from gvm_stream.vllm.server_engine import VllmServerEngine
+
+        def vllm_server() -> Engine:
+            return VllmServerEngine(
+                producer.servers,
+                expected_shapes(path),
+                slots=producer.slots,
+                max_length=max_length,
+                vocabulary=AutoConfig.from_pretrained(path).get_text_config().vocab_size,
+                end_tokens=end_tokens,
+                kv_policy=producer.kv_policy,
+                weights_address=config.stream.weights_address,
+                keys=config.stream.keys,
+            )
+
+        return vllm_server
     from gvm_stream.producers.transformers_engine import TransformersEngine
 
     def transformers() -> Engine:

@@ -136,7 +136,7 @@ class TransformersEngine:
 
     def score(self, tokens: Int32) -> Float32:
         logprobs: Float32 = canary_logprobs(self._model, self._rows.index(tokens.tolist())).cpu().numpy()
-        return logprobs
+        return logprobs[None]
 
     def close(self) -> None:
         for work in (self._waiting, self._running, self._ended):

@@ -182,7 +182,7 @@ class VllmEngine:
         self._core.add_request(self._core_request(key, tokens, params, priority=-1))  # before all others
         while key not in self._scores:
             self._advance()
-        return self._scores.pop(key)
+        return self._scores.pop(key)[None]
 
     def close(self) -> None:
         self.forget()

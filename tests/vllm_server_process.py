@@ -1,0 +1,113 @@
+"""Real `vllm serve` processes for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from gvm_stream.producers.causal_lm import expected_shapes
+from gvm_stream.vllm.environment import hide_unmatched
+from gvm_stream.vllm.server_engine import VllmServerEngine
+from tests.stream_processes import free_address
+from tests.tiny_models import VOCABULARY
+
+START_S = 170.0
+FLAGS = (
+    "--logprobs-mode=processed_logprobs",
+    '--weight-transfer-config={"backend": "gvm"}',
+    "--dtype=float32",
+    "--enforce-eager",
+    "--kv-cache-memory-bytes=134217728",
+    "--max-model-len=300",
+    "--max-num-seqs=32",
+    "--skip-tokenizer-init",
+    "--block-size=32",
+    "--enable-scale-out",
+)
+
+
+@contextmanager
+def vllm_serve(model: Path, log: Path, *, flags: tuple[str, ...] = FLAGS, dev_mode: bool = True) -> Iterator[str]:
+    """Its URL. The process and its children are killed at the end."""
+    hide_unmatched()
+    address = free_address().removeprefix("tcp://")
+    host, port = address.split(":")
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": str(int(dev_mode)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    # What `vllm serve` runs; the command itself looks for a distribution named vllm, which vllm-cpu is not.
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*server, f"--model={model}", f"--host={host}", f"--port={port}"]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=environment, start_new_session=True)
+    try:
+        wait_until_ready(f"http://{address}", process, log)
+        yield f"http://{address}"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"vllm serve did not start: {log.read_text()[-3000:]}")
+
+
+_shared: dict[str, str] = {}
+"""Architecture -> URL of the one server for all tests of this process; `close_shared` ends them."""
+_ends = ExitStack()
+_last: dict[str, VllmServerEngine] = {}
+
+
+def shared_server_engine(
+    model: Path, *, slots: int, max_length: int, end_tokens: tuple[int, ...] = ()
+) -> VllmServerEngine:
+    shapes = expected_shapes(str(model))
+    architecture = repr(shapes)
+    if architecture not in _shared:
+        folder = Path(_ends.enter_context(tempfile.TemporaryDirectory()))
+        _shared[architecture] = _ends.enter_context(vllm_serve(model, folder / "log"))
+    elif architecture in _last:
+        _last[architecture].close()
+    engine = VllmServerEngine(
+        [_shared[architecture]],
+        shapes,
+        slots=slots,
+        max_length=max_length,
+        vocabulary=VOCABULARY,
+        end_tokens=end_tokens,
+        kv_policy="recompute",
+    )
+    _last[architecture] = engine
+    engine.load_weights(model / "model.safetensors", 0)
+    return engine
+
+
+def close_shared() -> None:
+    for engine in _last.values():
+        engine.close()
+    _ends.close()
