@@ -181,7 +181,7 @@ class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
         bool,
         Meta(
             description="Before taking work, compare the engine's log-probs at three temperatures with the learner's "
-            "forward pass on the checkpoint (loaded into main memory for that), and refuse to run when they differ."
+            "forward pass (the model is loaded into main memory for that), and refuse to run when they differ."
         ),
     ] = True
 

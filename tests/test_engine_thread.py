@@ -170,3 +170,37 @@ async def test_progress_is_a_picture_of_the_running_requests() -> None:
         await events.receive()
     assert seen == [{1: 1}]
     assert thread.progress == {}
+
+
+async def test_a_test_is_made_once_with_the_first_weights_and_its_tokens_do_not_count() -> None:
+    engine, seen = ScriptedEngine(), []
+
+    def test(tested: Engine, weights: Path) -> None:
+        seen.append(weights)
+        tested.submit(request(-1, 7, 8))
+        while tested.has_work():
+            tested.step()
+
+    send, events = trio.open_memory_channel[Event](math.inf)
+    with trio.fail_after(10):
+        async with run_engine(lambda: engine, send, test) as thread:
+            for version in (1, 2):
+                thread.load_weights(Path(f"w{version}"), version, None)
+            thread.submit([request(1, 5, 6, 7)])
+            while not isinstance(await events.receive(), Completed):
+                pass
+    assert seen == [Path("w1")]
+    assert (engine.generated_tokens, thread.generated_tokens) == (5, 3)
+
+
+async def test_an_engine_that_fails_its_test_is_dead() -> None:
+    def test(engine: Engine, weights: Path) -> None:
+        raise ModelError("its log-probs are wrong")
+
+    send, events = trio.open_memory_channel[Event](math.inf)
+    with trio.fail_after(10):
+        async with run_engine(ScriptedEngine, send, test) as thread:
+            thread.load_weights(Path("w1"), 1, None)
+            died = await events.receive()
+    assert isinstance(died, EngineDied)
+    assert str(died.error) == "its log-probs are wrong"

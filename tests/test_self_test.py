@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gvm_stream.errors import ModelError
-from gvm_stream.producers.engine import Completion, Request
+from gvm_stream.producers.engine import Completion, Engine, Request
 from gvm_stream.producers.self_test import self_test
 from gvm_stream.producers.transformers_engine import TransformersEngine
 from tests.tiny_models import full_forward_logprobs, save_tiny_model
@@ -31,6 +31,10 @@ def engine_for(model: Path, kind: type[TransformersEngine] = TransformersEngine)
     )
 
 
+def check(engine: Engine, model: Path, max_length: int = MAX_LENGTH) -> None:
+    self_test(engine, model / "model.safetensors", model_path=str(model), dtype="float32", max_length=max_length)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "qwen2")
@@ -38,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_transformers_engine_passes_and_is_as_new_afterwards(model: Path) -> None:
     engine = engine_for(model)
-    self_test(engine, str(model), dtype="float32", max_length=MAX_LENGTH)
+    check(engine, model)
     assert (engine.has_work(), engine.version) == (False, 0)
 
 
@@ -46,14 +50,14 @@ def test_a_generation_config_that_would_change_the_sampling_does_not(tmp_path: P
     hostile = save_tiny_model(tmp_path / "hostile", "qwen2")
     settings = {"repetition_penalty": 1.3, "top_k": 5, "top_p": 0.5, "temperature": 0.2, "do_sample": True}
     (hostile / "generation_config.json").write_text(json.dumps(settings))
-    self_test(engine_for(hostile), str(hostile), dtype="float32", max_length=MAX_LENGTH)
+    check(engine_for(hostile), hostile)
 
 
 def test_very_short_lengths_are_tested_as_far_as_they_go(model: Path) -> None:
     engine = TransformersEngine(
         str(model), slots=2, max_length=3, end_tokens=(), dtype="float32", device="cpu", kv_policy="keep", seed=0
     )
-    self_test(engine, str(model), dtype="float32", max_length=3)
+    check(engine, model, max_length=3)
 
 
 def test_logprobs_before_the_temperature_are_refused(model: Path) -> None:
@@ -76,13 +80,13 @@ def test_logprobs_before_the_temperature_are_refused(model: Path) -> None:
             ]
 
     with pytest.raises(ModelError, match=r"log-probs at temperature 0.5 differ from the learner's by .* nats"):
-        self_test(engine_for(model, Raw), str(model), dtype="float32", max_length=MAX_LENGTH)
+        check(engine_for(model, Raw), model)
 
 
-def test_an_engine_with_other_weights_than_the_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
+def test_an_engine_with_other_weights_is_refused(model: Path, tmp_path: Path) -> None:
     other = save_tiny_model(tmp_path / "other", "qwen2", seed=1)
     with pytest.raises(ModelError, match=r"less than 0.002 was expected"):
-        self_test(engine_for(other), str(model), dtype="float32", max_length=MAX_LENGTH)
+        check(engine_for(other), model)
 
 
 def test_logprobs_that_are_no_numbers_are_refused(model: Path) -> None:
@@ -94,4 +98,4 @@ def test_logprobs_that_are_no_numbers_are_refused(model: Path) -> None:
             ]
 
     with pytest.raises(ModelError, match="by nan nats"):
-        self_test(engine_for(model, Broken), str(model), dtype="float32", max_length=MAX_LENGTH)
+        check(engine_for(model, Broken), model)

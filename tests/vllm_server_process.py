@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from gvm_stream.producers.causal_lm import expected_shapes
@@ -35,9 +36,20 @@ FLAGS = (
 )
 
 
+@dataclass(frozen=True)
+class Served:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """It and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 @contextmanager
-def vllm_serve(model: Path, log: Path, *, flags: tuple[str, ...] = FLAGS, dev_mode: bool = True) -> Iterator[str]:
-    """Its URL. The process and its children are killed at the end."""
+def vllm_serve(model: Path, log: Path, *, dev_mode: bool = True) -> Iterator[Served]:
     hide_unmatched()
     address = free_address().removeprefix("tcp://")
     host, port = address.split(":")
@@ -54,14 +66,13 @@ def vllm_serve(model: Path, log: Path, *, flags: tuple[str, ...] = FLAGS, dev_mo
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command = [*server, f"--model={model}", f"--host={host}", f"--port={port}"]
     with log.open("wb") as out:
-        process = subprocess.Popen([*command, *flags], stdout=out, stderr=out, env=environment, start_new_session=True)
+        process = subprocess.Popen([*command, *FLAGS], stdout=out, stderr=out, env=environment, start_new_session=True)
+    served = Served(f"http://{address}", process)
     try:
-        wait_until_ready(f"http://{address}", process, log)
-        yield f"http://{address}"
+        wait_until_ready(served.url, process, log)
+        yield served
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        served.kill()
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -77,32 +88,37 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> N
     raise RuntimeError(f"vllm serve did not start: {log.read_text()[-3000:]}")
 
 
-_shared: dict[str, str] = {}
-"""Architecture -> URL of the one server for all tests of this process; `close_shared` ends them."""
+_shared: dict[str, Served] = {}
+"""Architecture -> the one server for all tests of this process; `close_shared` ends them."""
 _ends = ExitStack()
 _last: dict[str, VllmServerEngine] = {}
+"""By URL."""
+
+
+def shared_server(model: Path) -> Served:
+    architecture = repr(expected_shapes(str(model)))
+    if architecture not in _shared:
+        folder = Path(_ends.enter_context(tempfile.TemporaryDirectory()))
+        _shared[architecture] = _ends.enter_context(vllm_serve(model, folder / "log"))
+    return _shared[architecture]
 
 
 def shared_server_engine(
     model: Path, *, slots: int, max_length: int, end_tokens: tuple[int, ...] = ()
 ) -> VllmServerEngine:
-    shapes = expected_shapes(str(model))
-    architecture = repr(shapes)
-    if architecture not in _shared:
-        folder = Path(_ends.enter_context(tempfile.TemporaryDirectory()))
-        _shared[architecture] = _ends.enter_context(vllm_serve(model, folder / "log"))
-    elif architecture in _last:
-        _last[architecture].close()
+    url = shared_server(model).url
+    if url in _last:
+        _last[url].close()
     engine = VllmServerEngine(
-        [_shared[architecture]],
-        shapes,
+        [url],
+        expected_shapes(str(model)),
         slots=slots,
         max_length=max_length,
         vocabulary=VOCABULARY,
         end_tokens=end_tokens,
         kv_policy="recompute",
     )
-    _last[architecture] = engine
+    _last[url] = engine
     engine.load_weights(model / "model.safetensors", 0)
     return engine
 

@@ -58,6 +58,8 @@ class EngineDied:
     error: Exception
 
 
+Test = Callable[[Engine, Path], None]
+"""Raises when an engine with the weights of a file is not fit for work."""
 Event = Completed | WeightsLoaded | WeightsFailed | EngineDied
 
 
@@ -88,9 +90,11 @@ _Command = _Submit | _Abort | _Load | _Close
 class EngineThread:
     """Handle for the trio side. Made by `run_engine`."""
 
-    def __init__(self, events: Callable[[Event], None]) -> None:
+    def __init__(self, events: Callable[[Event], None], test: Test | None) -> None:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._emit = events
+        self._emit, self._test = events, test
+        self._tested = 0
+        """Tokens of the test: they belong to no rollout."""
         self.progress: dict[int, int] = {}
         """Request -> tokens so far; a picture at most `PROGRESS_INTERVAL_S` old while the engine works."""
         self.load = EngineLoad(running=0, waiting=0, cache_used=0.0, preemptions=0)
@@ -113,18 +117,17 @@ class EngineThread:
     def run(self, make_engine: Callable[[], Engine], ready: Callable[[], None]) -> None:
         """The thread's body."""
         engine = make_engine()
-        spent = engine.generated_tokens  # before it takes work
         ready()
         try:
-            self._serve(engine, spent)
+            self._serve(engine)
         except Exception as error:  # the engine is third-party code: whatever it raises is its death, reported once
             log.exception("the engine died")
             self._emit(EngineDied(error))
         finally:
-            self.generated_tokens = engine.generated_tokens - spent
+            self.generated_tokens = engine.generated_tokens - self._tested
             engine.close()
 
-    def _serve(self, engine: Engine, spent: int) -> None:
+    def _serve(self, engine: Engine) -> None:
         pictured_at = handed_over_at = 0.0
         ended: list[Completion] = []
         while True:
@@ -138,7 +141,7 @@ class EngineThread:
                 self._obey(engine, command)
                 idle = False
             ended += engine.step()
-            self.generated_tokens = engine.generated_tokens - spent
+            self.generated_tokens = engine.generated_tokens - self._tested
             now = time.monotonic()
             if ended and (now - handed_over_at > HAND_OVER_S or not engine.has_work()):
                 self._emit(Completed(ended))
@@ -161,6 +164,9 @@ class EngineThread:
                     self._emit(WeightsFailed(version, str(error)))
                 else:
                     difference = difference_from(canary, engine)
+                    if self._test:
+                        self._test(engine, path)
+                        self._test, self._tested = None, engine.generated_tokens
                     self._emit(WeightsLoaded(version, time.monotonic() - started, difference))
 
 
@@ -174,15 +180,15 @@ def difference_from(canary: Canary | None, engine: Engine) -> float | None:
 
 @asynccontextmanager
 async def run_engine(
-    make_engine: Callable[[], Engine], events: trio.MemorySendChannel[Event]
+    make_engine: Callable[[], Engine], events: trio.MemorySendChannel[Event], test: Test | None = None
 ) -> AsyncIterator[EngineThread]:
     """Make an engine in a thread of its own and run it until the block ends; the thread is gone then.
 
-    `events` must be unbounded: what it can hold is bounded by the requests submitted. Errors of `make_engine` are
-    raised here.
+    `test` is called once, with the first weights: what it raises is the engine's death. `events` must be unbounded:
+    what it can hold is bounded by the requests submitted. Errors of `make_engine` are raised here.
     """
     token = trio.lowlevel.current_trio_token()
-    thread = EngineThread(lambda event: token.run_sync_soon(events.send_nowait, event))
+    thread = EngineThread(lambda event: token.run_sync_soon(events.send_nowait, event), test)
     ready = trio.Event()
 
     async def body() -> None:

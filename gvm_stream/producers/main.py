@@ -9,6 +9,7 @@ import socket
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import trio
@@ -60,7 +61,7 @@ async def produce(config: Config, name: str) -> None:
             async with (
                 weights_source(config.stream, name) as weights,
                 VerifierPool(config.verifier) as pool,
-                run_engine(make, to_session) as engine,
+                run_engine(make, to_session, _self_test(config)) as engine,
             ):
                 health.waiting_for = ""
                 session = Session(config, link, engine, events, pool, weights, decode, metrics)
@@ -85,22 +86,18 @@ def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Cal
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     make = _maker(config, end_token_ids(tokenizer, config.model.path), seed_of(config.run.seed, name))
 
-    def tested() -> Engine:
-        engine = make()
-        if config.producer.self_test:
-            from gvm_stream.producers.self_test import self_test
-
-            try:
-                self_test(engine, config.model.path, dtype=config.model.dtype, max_length=_max_length(config))
-            except Exception:
-                engine.close()
-                raise
-        return engine
-
     def decode(tokens: Sequence[int]) -> str:
         return msgspec.convert(tokenizer.decode(list(tokens), skip_special_tokens=True), str)
 
-    return tested, decode
+    return make, decode
+
+
+def _self_test(config: Config) -> Callable[[Engine, Path], None] | None:
+    if not config.producer.self_test:
+        return None
+    from gvm_stream.producers.self_test import self_test
+
+    return partial(self_test, model_path=config.model.path, dtype=config.model.dtype, max_length=_max_length(config))
 
 
 def _max_length(config: Config) -> int:

@@ -6,6 +6,8 @@ checkpoint's own configuration, runs well and trains badly.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from gvm_stream.canary import canary_tokens
 from gvm_stream.errors import ModelError
 from gvm_stream.learner.batch import Row, pack
 from gvm_stream.learner.model import response_logprobs
-from gvm_stream.producers.causal_lm import load_causal_lm
+from gvm_stream.producers.causal_lm import copy_weights, load_causal_lm
 from gvm_stream.producers.engine import Completion, Engine, Float32, Request
 
 TEMPERATURES = (0.5, 1.0, 1.5)
@@ -24,12 +26,14 @@ LIMIT = {"float32": 2e-3, "bfloat16": 0.05}
 """Mean difference in nats, by `model.dtype`."""
 
 
-def self_test(engine: Engine, model_path: str, *, dtype: str, max_length: int) -> None:
-    """Sample at three temperatures and compare with the learner's forward pass on the checkpoint, float32 on the CPU.
+def self_test(engine: Engine, weights: Path, *, model_path: str, dtype: str, max_length: int) -> None:
+    """Sample at three temperatures and compare with the learner's forward pass, in the model's dtype on the CPU.
 
-    Raises `ModelError`. The engine has the checkpoint's weights and no work.
+    The engine has the weights of the file `weights`, of the architecture of `model_path`, and no work. Raises
+    `ModelError`.
     """
-    model = load_causal_lm(model_path, dtype=torch.float32, device=torch.device("cpu"), max_length=max_length)
+    model = load_causal_lm(model_path, dtype=getattr(torch, dtype), device=torch.device("cpu"), max_length=max_length)
+    copy_weights(model, weights)
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     prompt = canary_tokens(vocabulary)[: min(PROMPT, max_length - 1)].numpy().astype(np.int32)
     requests = [
@@ -77,5 +81,5 @@ def learner_logprobs(model: PreTrainedModel, request: Request, completion: Compl
         coefficient=0.0,
     )
     (batch,) = pack([row], len(row.tokens))
-    logprobs: Float32 = response_logprobs(model, batch, request.temperature)[0].numpy()
+    logprobs: Float32 = response_logprobs(model, batch, request.temperature)[0].float().numpy()
     return logprobs[: len(completion.tokens)]

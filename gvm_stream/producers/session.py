@@ -217,7 +217,7 @@ class Session:
 
     async def _engine_died(self, error: Exception) -> None:
         """Return what can be returned, then end with the engine's own error."""
-        reason = f"the engine died: {error}"
+        reason = str(error) if isinstance(error, ModelError) else f"the engine died: {error}"
         await self._delivery.send(
             [
                 m.Rollout(work=o.work, attempt=o.attempt, outcome=Failed(reason=reason, tokens=self._tokens_of(o.work)))

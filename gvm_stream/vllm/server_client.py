@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,8 @@ import numpy as np
 
 from gvm_stream.errors import ModelError
 from gvm_stream.producers.engine import EngineLoad, Float32, Int32, Request
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
 CONTROL_S = 600.0
 """Longest answer to anything but a generation: loading large weights takes long."""
