@@ -37,7 +37,7 @@ def test_smollm2_goes_through_the_stream_with_its_own_template_once(model: Path,
     tokenizer = AutoTokenizer.from_pretrained(model)
     prepared = tmp_path / "run" / "prompts.msgpack"
     prompt = msgspec.msgpack.decode(prepared.read_bytes(), type=PromptSet).train[0]
-    text = tokenizer.decode(memoryview(prompt.tokens).cast("i").tolist())
+    text = str(tokenizer.decode(memoryview(prompt.tokens).cast("i").tolist()))
     assert text.count("<|im_start|>user") == 1
     assert text.endswith("<|im_start|>assistant\n")
     assert text.count("<|im_start|>") == text.count("<|im_end|>") + 1
