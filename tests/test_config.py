@@ -39,10 +39,11 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_files_parse_and_their_model_and_data_are_there(path: Path) -> None:
+def test_shipped_files_parse_and_their_data_and_model_or_what_makes_it_are_there(path: Path) -> None:
     config = load_config(path)
-    on_the_hub = config.data.source == "hub"
-    assert Path(config.model.path).is_dir() != on_the_hub
+    if config.data.source != "hub":
+        model = path.parent / config.model.path
+        assert model.is_dir() or (model.parent / "make.py").is_file()
     assert config.data.source != "jsonl" or Path(config.data.train).is_file()
 
 

@@ -22,6 +22,8 @@ DID_NOT_HAPPEN = {
     "gvm_connections_refused": "a stranger knocks",
     "gvm_gpu_memory_bytes": "there is a GPU",
     "gvm_gpu_memory_used_bytes": "there is a GPU",
+    "gvm_engine_preemptions": "the key-value cache is full",
+    "gvm_engine_quarantined": "an engine computes with wrong weights",
     "gvm_gpu_utilization": "there is a GPU",
     "gvm_ledger_conserved": "a bug",
     "gvm_learner_skips": "a batch is skipped",
