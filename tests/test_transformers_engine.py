@@ -18,6 +18,7 @@ from gvm_stream.producers.transformers_engine import REFILL_STEPS, TransformersE
 from tests.tiny_models import (
     FAMILIES,
     VOCABULARY,
+    cache_argument,
     full_forward_logprobs,
     prompt,
     random_prompts,
@@ -119,11 +120,11 @@ def test_keep_continues_on_the_keys_and_values_of_the_old_weights(checkpoints: C
     assert completion.spans == ((0, 0, 4), (1, 4, 9))
 
     sequence = torch.tensor([[*request.prompt_tokens.tolist(), *completion.tokens.tolist()]])
-    cache = DynamicCache()
+    cache = cache_argument(DynamicCache())
     with torch.no_grad():
         # Three prompt tokens and the first three sampled ones went in under the old weights.
-        first = AutoModelForCausalLM.from_pretrained(old)(sequence[:, :6], cache=cache).logits
-        second = AutoModelForCausalLM.from_pretrained(new)(sequence[:, 6:-1], cache=cache).logits
+        first = AutoModelForCausalLM.from_pretrained(old)(sequence[:, :6], **cache).logits
+        second = AutoModelForCausalLM.from_pretrained(new)(sequence[:, 6:-1], **cache).logits
     logprobs = torch.log_softmax(torch.cat([first[0, 2:], second[0]]), dim=-1)
     expected = logprobs.gather(1, sequence[0, 3:, None])[:, 0].numpy()
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)

@@ -18,7 +18,15 @@ from gvm_stream.producers.engine import Completion, Engine, Int32, Request
 from gvm_stream.weights import checksum
 from tests.stream_processes import free_address
 from tests.test_weight_server import served
-from tests.tiny_models import full_forward_logprobs, prompt, random_prompts, requests_for, run, save_tiny_model
+from tests.tiny_models import (
+    cache_argument,
+    full_forward_logprobs,
+    prompt,
+    random_prompts,
+    requests_for,
+    run,
+    save_tiny_model,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -153,11 +161,11 @@ def test_keep_continues_on_the_keys_and_values_of_the_old_weights(model: Path, t
     completion = run(engine, [])[0]
     assert completion.spans == ((0, 0, 4), (1, 4, 9))
     sequence = torch.tensor([[*request.prompt_tokens.tolist(), *completion.tokens.tolist()]])
-    cache = DynamicCache()
+    cache = cache_argument(DynamicCache())
     with torch.no_grad():
         # Three prompt tokens and the first three sampled ones went in under the old weights.
-        first = AutoModelForCausalLM.from_pretrained(model)(sequence[:, :6], past_key_values=cache).logits
-        second = AutoModelForCausalLM.from_pretrained(other)(sequence[:, 6:-1], past_key_values=cache).logits
+        first = AutoModelForCausalLM.from_pretrained(model)(sequence[:, :6], **cache).logits
+        second = AutoModelForCausalLM.from_pretrained(other)(sequence[:, 6:-1], **cache).logits
     logprobs = torch.log_softmax(torch.cat([first[0, 2:], second[0]]), dim=-1)
     expected = logprobs.gather(1, sequence[0, 3:, None])[:, 0].numpy()
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -104,6 +106,12 @@ def run(engine: Engine, requests: list[Request]) -> dict[int, Completion]:
     by_id = {completion.id: completion for completion in completions}
     assert len(by_id) == len(completions)
     return by_id
+
+
+def cache_argument(cache: Cache) -> dict[str, Cache]:
+    """transformers renamed it within version 5."""
+    renamed = "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    return {"cache" if renamed else "past_key_values": cache}
 
 
 @cache
