@@ -57,7 +57,7 @@ def test_rollouts_that_a_closed_visit_does_not_need_are_cancelled_in_flight_and_
 
 
 def test_a_producer_with_vllm_hands_its_work_back_when_asked_to_leave_and_another_takes_it(tmp_path: Path) -> None:
-    arguments = given(tmp_path, run__steps="40")
+    arguments = given(tmp_path, run__steps="20")
     with started(["run", str(CONFIG), *arguments], tmp_path / "out") as run:
         wait_for_status(arguments, lambda status: status.steps >= 1)
         producer = find(run.pid, "producer")
@@ -68,12 +68,12 @@ def test_a_producer_with_vllm_hands_its_work_back_when_asked_to_leave_and_anothe
         with started(["producer", "--config", config, "--name", "another"], tmp_path / "another"):
             assert run.wait(TIMEOUT_S) == 0, (tmp_path / "out").read_text()[-3000:]
     content = report(tmp_path)
-    assert (content["final_version"], content["ledger_conserved"]) == (40, True)
+    assert (content["final_version"], content["ledger_conserved"]) == (20, True)
     assert "ends: producer leaves" in (tmp_path / "run" / "logs" / "producer-0.log").read_text()
 
 
 def test_a_producer_with_vllm_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    arguments = given(tmp_path, run__steps="40")
+    arguments = given(tmp_path, run__steps="20")
     with started(["run", str(CONFIG), *arguments], tmp_path / "out") as run:
         wait_for_status(arguments, lambda status: status.steps >= 1)
         producer = find(run.pid, "producer")
@@ -82,4 +82,4 @@ def test_a_producer_with_vllm_that_is_killed_is_started_again(tmp_path: Path) ->
         assert gone_within(family, 15) == []
         assert run.wait(TIMEOUT_S) == 0, (tmp_path / "out").read_text()[-3000:]
     content = report(tmp_path)
-    assert (content["final_version"], content["ledger_conserved"]) == (40, True)
+    assert (content["final_version"], content["ledger_conserved"]) == (20, True)
