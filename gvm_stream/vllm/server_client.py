@@ -6,25 +6,29 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx2
 import msgspec
 import numpy as np
+import trio
 
 from gvm_stream.errors import ModelError
 from gvm_stream.producers.engine import EngineLoad, Float32, Int32, Request
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
-CONTROL_S = 600.0
-"""Longest answer to anything but a generation: loading large weights takes long."""
+ANSWER_S = 30.0
+"""Longest wait for an answer to what takes no time. A server that is not heard of for that long is dead."""
+WORK_S = 600.0
+"""The same for what does: loading large weights, a score behind the requests that run."""
 STREAM_INTERVAL = 8
 """Tokens between two messages of a generation."""
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 """Said with every request, as unset ones may come from the checkpoint."""
 LOAD = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+GENERATE = "inference/v1/generate"
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -64,14 +68,13 @@ class Server:
             "cache_salt": salt,
         }
         with self._named():
-            async with self._client.stream("POST", f"{self.url}/inference/v1/generate", json=body) as answer:
+            async with self._client.stream("POST", f"{self.url}/{GENERATE}", json=body) as answer:
                 if answer.status_code != httpx2.codes.OK:
                     await answer.aread()
                     raise ModelError(f"the server {self.url} refuses a generation: {answer.text[:300]}")
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         yield chunk_of(json.loads(line.removeprefix("data: ")), self.url)
-        return
 
     async def abort(self, keys: list[str]) -> None:
         await self._post("abort_requests", {"request_ids": [f"generate-tokens-{key}" for key in keys]})
@@ -79,50 +82,72 @@ class Server:
     async def score(self, tokens: Int32) -> Float32:
         sampling = {**NEUTRAL, "temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": tokens.tolist(), "sampling_params": sampling}
-        answer = (await self._post("inference/v1/generate", body)).json()
+        answer = (await self._post(GENERATE, body, WORK_S)).json()
         rows = answer["prompt_logprobs"][1:]
         return np.array([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)], np.float32)
 
     async def load(self) -> EngineLoad:
-        with self._named():
-            answer = await self._client.get(f"{self.url}/metrics")
-        found = {name: float(value) for name, value in LOAD.findall(answer.text)}
-        return EngineLoad(
-            running=int(found["num_requests_running"]),
-            waiting=int(found["num_requests_waiting"]),
-            cache_used=found["kv_cache_usage_perc"],
-            preemptions=int(found["num_preemptions_total"]),
-        )
+        answer = await self._ask("GET", "metrics", None, ANSWER_S)
+        found: dict[str, list[float]] = {}
+        for name, value in LOAD.findall(answer.text):
+            found.setdefault(name, []).append(float(value))  # one of each data-parallel rank
+        try:
+            return EngineLoad(
+                running=int(sum(found["num_requests_running"])),
+                waiting=int(sum(found["num_requests_waiting"])),
+                cache_used=max(found["kv_cache_usage_perc"]),
+                preemptions=int(sum(found["num_preemptions_total"])),
+            )
+        except KeyError as missing:
+            raise ModelError(
+                f"the server {self.url} shows no vllm:{missing.args[0]} at /metrics: start it without "
+                "--disable-log-stats"
+            ) from missing
 
     @asynccontextmanager
     async def paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
         """Nothing is generated while the block runs; with `clear_cache` all that runs is computed again afterwards."""
-        await self._post(f"pause?mode=keep&clear_cache={str(clear_cache).lower()}", {})
         try:
+            await self._post(f"pause?mode=keep&clear_cache={str(clear_cache).lower()}", {})
             yield
         finally:
-            await self._post("resume", {})
+            with trio.CancelScope(shield=True):
+                await self._post("resume", {})
 
     async def update(self, info: dict[str, Any], version: int) -> None:
         await self._post("start_weight_update", {})
-        await self._post("update_weights", {"update_info": info})
+        await self._post("update_weights", {"update_info": info}, WORK_S)
         await self._post("finish_weight_update", {"weight_version": str(version)})
 
-    async def start(self, version: int) -> None:
-        """Make sure that it is a server that can be trained with."""
-        await self._post("init_weight_transfer_engine", {"init_info": {}})
-        await self._post("update_weight_version", {"new_version": str(version)})
-
-    async def _post(self, route: str, body: dict[str, Any]) -> httpx2.Response:
-        with self._named():
-            answer = await self._client.post(f"{self.url}/{route}", json=body, timeout=CONTROL_S)
-        if answer.status_code == httpx2.codes.NOT_FOUND:
+    async def start(self, version: int, longest: int) -> None:
+        """Make sure that it can be trained with, and runs sequences of `longest` tokens."""
+        model = (await self._ask("GET", "v1/models", None, ANSWER_S)).json()["data"][0]
+        if model["max_model_len"] < longest:
             raise ModelError(
-                f"the server {self.url} has no route {route.partition('?')[0]}: start it with VLLM_SERVER_DEV_MODE=1"
+                f"the server {self.url} runs sequences of at most {model['max_model_len']} tokens, {longest} are "
+                "needed: start it with a larger --max-model-len"
             )
+        await self._post("init_weight_transfer_engine", {"init_info": {}})
+        with suppress(ModelError):  # there is one to finish only where a producer was killed in the midst of it
+            await self._post("finish_weight_update", {})
+        await self._post("resume", {})
+        await self._post("update_weight_version", {"new_version": str(version)})
+        await self.score(np.zeros(2, np.int32))
+
+    async def _post(self, route: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> httpx2.Response:
+        return await self._ask("POST", route, body, wait_s)
+
+    async def _ask(self, method: str, route: str, body: dict[str, Any] | None, wait_s: float) -> httpx2.Response:
+        with self._named():
+            answer = await self._client.request(
+                method, f"{self.url}/{route}", json=body, timeout=wait_s, headers={"connection": "close"}
+            )  # after an error a server closes the connection, perhaps under the next request: that for resuming
+        name = route.partition("?")[0]
+        if answer.status_code == httpx2.codes.NOT_FOUND:
+            raise ModelError(f"the server {self.url} has no route {name}: start it with VLLM_SERVER_DEV_MODE=1")
         if answer.status_code != httpx2.codes.OK:
             raise ModelError(
-                f"the server {self.url} answers {route.partition('?')[0]} with status {answer.status_code}: "
+                f"the server {self.url} answers {name} with status {answer.status_code}: "
                 f"{' '.join(answer.text.split())[:300]}"
             )
         return answer

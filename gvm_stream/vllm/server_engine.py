@@ -17,6 +17,7 @@ import httpx2
 import numpy as np
 import trio
 
+from gvm_stream.canary import LENGTH
 from gvm_stream.errors import ModelError, WeightsError
 from gvm_stream.producers.causal_lm import Shapes, check_weights_file
 from gvm_stream.producers.engine import Completion, EngineLoad, Float32, Int32, Request
@@ -32,6 +33,10 @@ LOOK_S = 1.0
 """Between two looks at how full the servers are."""
 ABORT_AGAIN_S = 0.2
 """A server passes over an abort that comes before the request."""
+KEPT_S = 2.0
+"""Longest that a connection idles here. A server closes it after five seconds, perhaps under the next request."""
+TEMPERATURES = (0.01, 2.0)
+"""A server samples at the lowest when asked for less, and refuses more."""
 IDLE = EngineLoad(running=0, waiting=0, cache_used=0.0, preemptions=0)
 
 
@@ -95,7 +100,7 @@ class VllmServerEngine:
         self._open(servers)
         try:
             for number, server in enumerate(self._servers):
-                self._call(server.start, version)
+                self._call(server.start, version, max(max_length, LENGTH + 1))
                 self._loads[number] = self._call(server.load)
             self._spawn(self._look)
         except BaseException:
@@ -112,6 +117,9 @@ class VllmServerEngine:
 
     def submit(self, request: Request) -> None:
         problem = why_impossible(request, self._max_length, self._vocabulary)
+        low, high = TEMPERATURES
+        if not problem and not low <= request.temperature <= high:
+            problem = f"temperature = {request.temperature:g}; vLLM samples at {low:g} .. {high:g}"
         if problem:
             self._ended.append(without_tokens(request, "error", f"request {request.id}: {problem}"))
         else:
@@ -239,7 +247,7 @@ class VllmServerEngine:
             raise ModelError("the connections to the servers are closed") from None
 
     def _spawn(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
-        self._token.run_sync_soon(self._nursery.start_soon, function, *arguments)
+        self._token.run_sync_soon(self._nursery.start_soon, self._watched, function, *arguments)
 
     def _open(self, servers: Sequence[str]) -> None:
         ready = threading.Event()
@@ -251,7 +259,7 @@ class VllmServerEngine:
 
     async def _serve(self, servers: Sequence[str], ready: threading.Event) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_S)
         async with (
             httpx2.AsyncClient(limits=limits, timeout=httpx2.Timeout(30, read=None, pool=None)) as client,
             trio.open_nursery() as self._nursery,
@@ -261,34 +269,30 @@ class VllmServerEngine:
             ready.set()
             await trio.sleep_forever()
 
+    async def _watched(self, function: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Whatever it raises, `step` raises: nothing may end unseen while the engine waits for news."""
+        try:
+            await function(*arguments)
+        except Exception as error:
+            self._news.put(error)
+
     async def _generate(self, sent: Sent, salt: str) -> None:
         server = self._servers[sent.server]
-        try:
-            async for chunk in server.generate(sent.key, sent.request, self._end_tokens, salt):
-                self._news.put(Came(sent.key, chunk))
-                if chunk.finish:
-                    return
-            raise ModelError(f"the server {server.url} broke off a generation")
-        except ModelError as error:
-            self._news.put(error)
+        async for chunk in server.generate(sent.key, sent.request, self._end_tokens, salt):
+            self._news.put(Came(sent.key, chunk))
+            if chunk.finish:
+                return
+        raise ModelError(f"the server {server.url} broke off a generation")
 
     async def _abort(self, sent: Sent) -> None:
         while sent.key in self._sent:
-            try:
-                await self._servers[sent.server].abort([sent.key])
-            except ModelError as error:
-                self._news.put(error)
-                return
+            await self._servers[sent.server].abort([sent.key])
             await trio.sleep(ABORT_AGAIN_S)
 
     async def _look(self) -> None:
         while True:
             for number, server in enumerate(self._servers):
-                try:
-                    load = await server.load()
-                except ModelError as error:
-                    self._news.put(error)
-                    return
+                load = await server.load()
                 more = load.preemptions - self._loads[number].preemptions
                 ours = min(more, self._put_back[number])
                 self._put_back[number] -= ours
