@@ -10,6 +10,7 @@ from gvm_stream.vllm import environment
 environment.prepare()
 
 import torch  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 from vllm import LLMEngine  # noqa: E402
 
 from gvm_stream.producers.causal_lm import expected_shapes  # noqa: E402
@@ -43,8 +44,9 @@ def shared_engine(
     shapes = expected_shapes(str(model))
     architecture = repr((shapes.shapes, sorted(map(sorted, shapes.tied))))
     if architecture not in _started:
+        positions = AutoConfig.from_pretrained(model).max_position_embeddings
         _started[architecture] = start_vllm(
-            str(model), slots=SLOTS, max_length=300, dtype="float32", seed=0, options=OPTIONS
+            str(model), slots=SLOTS, max_length=positions, dtype="float32", seed=0, options=OPTIONS
         )
     llm = _started[architecture]
     if architecture in _last:

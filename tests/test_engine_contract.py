@@ -14,11 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gvm_stream.errors import WeightsError
 from gvm_stream.producers.engine import Completion, Engine, Request
 from gvm_stream.producers.transformers_engine import TransformersEngine
 from tests.tiny_models import (
+    LONGEST,
     VOCABULARY,
     full_forward_logprobs,
     prompt,
@@ -29,9 +31,8 @@ from tests.tiny_models import (
 )
 
 GREEDY = 0.01  # a temperature
-MAX_LENGTH = 300
-LONG = 250
-"""Tokens of a response that is still running when something happens to it, whatever the engine."""
+ENDLESS = 5900
+"""Tokens of a response that still runs when something happens to it. A server can be far ahead of what it has sent."""
 
 Factory = Callable[..., Engine]
 
@@ -40,7 +41,7 @@ def transformers_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...]
     return TransformersEngine(
         str(model),
         slots=slots,
-        max_length=MAX_LENGTH,
+        max_length=LONGEST,
         end_tokens=end_tokens,
         dtype="float32",
         device="cpu",
@@ -52,13 +53,13 @@ def transformers_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...]
 def vllm_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...] = (), seed: int = 0) -> Engine:
     from tests.shared_vllm import shared_engine
 
-    return shared_engine(model, slots=slots, max_length=MAX_LENGTH, end_tokens=end_tokens, seed=seed)
+    return shared_engine(model, slots=slots, max_length=LONGEST, end_tokens=end_tokens, seed=seed)
 
 
 def vllm_server_engine(model: Path, slots: int = 4, end_tokens: tuple[int, ...] = (), seed: int = 0) -> Engine:
     from tests.vllm_server_process import shared_server_engine
 
-    return shared_server_engine(model, slots=slots, max_length=MAX_LENGTH, end_tokens=end_tokens)
+    return shared_server_engine(model, slots=slots, max_length=LONGEST, end_tokens=end_tokens)
 
 
 FACTORIES: dict[str, Factory] = {
@@ -95,12 +96,17 @@ def one_at_a_time(kind: str) -> Iterator[Factory]:
         engine.close()
 
 
-def until_all_run(engine: Engine, ids: Iterable[int]) -> list[Completion]:
-    """Step until each of these has a token; what has ended meanwhile."""
-    ended: list[Completion] = []
-    while any(engine.progress().get(id) == 0 for id in ids):
-        ended += engine.step()
-    return ended
+def until_all_run(engine: Engine, ids: Iterable[int]) -> None:
+    """Step until each of these has more tokens than now. None of them may end."""
+    before = engine.progress()
+    while any(engine.progress()[id] == before[id] for id in ids):
+        assert engine.step() == []
+
+
+def abort(engine: Engine, ids: Iterable[int]) -> dict[int, Completion]:
+    """Abort these, and run the others to their ends; all of it."""
+    engine.abort(list(ids))
+    return run(engine, [])
 
 
 def assert_logprobs(weights: dict[int, Path], request: Request, completion: Completion) -> None:
@@ -195,28 +201,27 @@ def test_what_exactly_fits_runs_and_one_token_more_is_an_error_with_the_numbers(
     make_engine: Factory, model: Path
 ) -> None:
     engine = make_engine(model)
-    prompts = [random_prompts(1, shortest=length, longest=length)[0] for length in (292, 293)]
+    prompts = [random_prompts(1, shortest=length, longest=length)[0] for length in (LONGEST - 8, LONGEST - 7)]
     completions = run(engine, requests_for(prompts, max_tokens=8))
     assert (completions[0].finish, len(completions[0].tokens)) == ("length", 8)
     assert (completions[1].finish, len(completions[1].tokens), completions[1].spans) == ("error", 0, ())
-    assert "293 prompt tokens and max_tokens = 8 make 301" in completions[1].error
-    assert "300" in completions[1].error
+    assert "5993 prompt tokens and max_tokens = 8 make 6001" in completions[1].error
+    assert "6000" in completions[1].error
 
 
 def test_abort_ends_running_requests_with_what_they_have_and_waiting_ones_with_nothing(
     make_engine: Factory, model: Path
 ) -> None:
     engine = make_engine(model, slots=4)
-    requests = requests_for(random_prompts(8, longest=6), max_tokens=LONG)
+    requests = requests_for(random_prompts(8, longest=6), max_tokens=ENDLESS)
     for request in requests:
         engine.submit(request)
-    assert until_all_run(engine, range(4)) == []
-    engine.abort([0, 1, 2, 3, 4, 5, 6, 7, 99])
-    completions = run(engine, [])
+    until_all_run(engine, range(4))
+    completions = abort(engine, [*range(8), 99])
     assert completions.keys() == set(range(8))
     assert {completion.finish for completion in completions.values()} == {"abort"}
     for request in requests[:4]:
-        assert 1 <= len(completions[request.id].tokens) < LONG
+        assert 1 <= len(completions[request.id].tokens) < ENDLESS
         assert_logprobs({0: model}, request, completions[request.id])
     for request in requests[4:]:
         assert (len(completions[request.id].tokens), completions[request.id].spans) == (0, ())
@@ -250,15 +255,16 @@ def test_a_step_is_a_token_for_every_running_request_and_an_abort_comes_between_
 
 def test_abort_leaves_the_others_alone(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model, slots=4)
-    requests = requests_for(random_prompts(6, shortest=5, longest=6), max_tokens=LONG)
+    requests = requests_for(random_prompts(6, shortest=5, longest=6), max_tokens=250)
+    for i in (0, 2, 5):
+        requests[i] = replace(requests[i], max_tokens=ENDLESS)
     for request in requests:
         engine.submit(request)
-    assert until_all_run(engine, range(4)) == []
-    engine.abort([0, 2, 5])
-    ended = run(engine, [])
+    engine.step()
+    ended = abort(engine, (0, 2, 5))
     assert {i for i, completion in ended.items() if completion.finish == "abort"} == {0, 2, 5}
     for i in (1, 3, 4):
-        assert len(ended[i].tokens) == LONG
+        assert len(ended[i].tokens) == 250
         assert_logprobs({0: model}, requests[i], ended[i])
 
 
@@ -272,15 +278,20 @@ def test_aborting_what_has_just_ended_does_nothing(make_engine: Factory, model: 
 def test_an_update_in_the_middle_splits_spans_and_continues_as_a_fresh_engine_would(
     make_engine: Factory, model: Path, other: Path
 ) -> None:
-    engine = make_engine(model, slots=4)
-    requests = requests_for(random_prompts(4, longest=6), max_tokens=LONG)
-    for request in requests:
+    engine = make_engine(model, slots=5)
+    requests = requests_for(random_prompts(5, longest=6), max_tokens=ENDLESS)
+    for request in requests[:4]:
         engine.submit(request)
-    assert until_all_run(engine, range(4)) == []
+    until_all_run(engine, range(4))
     engine.load_weights(other / "model.safetensors", 7)
     assert engine.version == 7
-    completions = run(engine, [])
-    for request in requests:
+    requests[4] = replace(requests[4], max_tokens=8)  # when it ends, the others have tokens of the new version, too
+    engine.submit(requests[4])
+    while not (ended := engine.step()):
+        pass
+    completions = {completion.id: completion for completion in ended} | abort(engine, range(4))
+    assert [version for version, _, _ in completions.pop(4).spans] == [7]
+    for request in requests[:4]:
         assert [version for version, _, _ in completions[request.id].spans] == [0, 7]
         assert_logprobs({0: model, 7: other}, request, completions[request.id])
 
@@ -319,10 +330,12 @@ def test_an_update_before_the_first_token_leaves_one_span(make_stepped: Factory,
 
 def test_loading_the_same_version_again_does_not_split_a_span(make_engine: Factory, model: Path) -> None:
     engine = make_engine(model)
-    engine.submit(requests_for([prompt(1, 2)], max_tokens=LONG)[0])
-    assert until_all_run(engine, [0]) == []
+    engine.submit(requests_for([prompt(1, 2)], max_tokens=ENDLESS)[0])
+    until_all_run(engine, [0])
     engine.load_weights(model / "model.safetensors", 0)
-    assert run(engine, [])[0].spans == ((0, 0, LONG),)
+    until_all_run(engine, [0])
+    completion = abort(engine, [0])[0]
+    assert completion.spans == ((0, 0, len(completion.tokens)),)
 
 
 def test_a_failed_update_leaves_weights_and_version_in_force(make_engine: Factory, model: Path, tmp_path: Path) -> None:
@@ -330,17 +343,18 @@ def test_a_failed_update_leaves_weights_and_version_in_force(make_engine: Factor
     truncated = tmp_path / "truncated.safetensors"
     truncated.write_bytes(whole[: len(whole) // 2])
     engine = make_engine(model)
-    requests = requests_for(random_prompts(4, longest=6), max_tokens=LONG)
+    requests = requests_for(random_prompts(4, longest=6), max_tokens=ENDLESS)
     for request in requests:
         engine.submit(request)
-    ended = until_all_run(engine, range(4))
+    until_all_run(engine, range(4))
     for path in (truncated, tmp_path / "absent.safetensors"):
         with pytest.raises(WeightsError, match=path.name):
             engine.load_weights(path, 1)
     assert engine.version == 0
-    completions = {completion.id: completion for completion in ended} | run(engine, [])
+    until_all_run(engine, range(4))
+    completions = abort(engine, range(4))
     for request in requests:
-        assert completions[request.id].spans == ((0, 0, LONG),)
+        assert [version for version, _, _ in completions[request.id].spans] == [0]
         assert_logprobs({0: model}, request, completions[request.id])
 
 
@@ -398,7 +412,7 @@ def test_scoring_loses_nothing_of_what_runs(make_engine: Factory, model: Path) -
     requests = requests_for(random_prompts(6), max_tokens=12)
     for request in requests:
         engine.submit(request)
-    ended = until_all_run(engine, range(4))
+    ended = engine.step()
     engine.score(prompt(1, 2, 3))  # with all slots taken
     completions = {completion.id: completion for completion in ended} | run(engine, [])
     for request in requests:

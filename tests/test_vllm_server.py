@@ -22,7 +22,7 @@ from gvm_stream.producers.engine import Request
 from gvm_stream.vllm import server_client, server_engine
 from gvm_stream.vllm.server_engine import VllmServerEngine
 from tests.stream_processes import CONFIG, free_address
-from tests.tiny_models import VOCABULARY, random_prompts, requests_for, run, save_tiny_model
+from tests.tiny_models import LONGEST, VOCABULARY, random_prompts, requests_for, run, save_tiny_model
 from tests.vllm_server_process import Served, shared_server, vllm_serve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -41,7 +41,7 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def engine_for(model: Path, *servers: str, slots: int = 8, max_length: int = 300) -> VllmServerEngine:
+def engine_for(model: Path, *servers: str, slots: int = 8, max_length: int = LONGEST) -> VllmServerEngine:
     return VllmServerEngine(
         servers,
         expected_shapes(str(model)),
@@ -151,8 +151,8 @@ def test_a_server_that_stands_still_is_named(model: Path, monkeypatch: pytest.Mo
 
 
 def test_a_server_with_too_short_sequences_is_refused(model: Path) -> None:
-    with pytest.raises(ModelError, match=r"at most 300 tokens, 301 are needed: .*--max-model-len"):
-        engine_for(model, shared_server(model).url, max_length=301)
+    with pytest.raises(ModelError, match=r"at most 6000 tokens, 6001 are needed: .*--max-model-len"):
+        engine_for(model, shared_server(model).url, max_length=LONGEST + 1)
 
 
 def test_a_server_without_the_routes_for_training_is_refused_with_what_it_lacks(model: Path, tmp_path: Path) -> None:

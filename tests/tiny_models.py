@@ -23,6 +23,8 @@ from transformers import (
 from gvm_stream.producers.engine import Completion, Engine, Float32, Int32, Request
 
 VOCABULARY = 64
+LONGEST = 6000
+"""Tokens of a sequence, for engines on one-head models."""
 FAMILIES = ("llama", "qwen2", "gpt2")
 
 
@@ -40,7 +42,7 @@ def tiny_model(family: str, seed: int) -> PreTrainedModel:
                 intermediate_size=48,
                 num_hidden_layers=2,
                 num_attention_heads=1 if one_head else 2,
-                max_position_embeddings=320 if one_head else 64,
+                max_position_embeddings=LONGEST if one_head else 64,
                 initializer_range=0.2,
                 tie_word_embeddings=family == "one-head-tied",
             )
