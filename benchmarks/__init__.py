@@ -1,0 +1,3 @@
+from gvm_stream.vllm.environment import hide_unmatched
+
+hide_unmatched()  # before anything imports transformers

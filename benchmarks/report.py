@@ -13,10 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from gvm_stream.vllm.environment import hide_unmatched
-
-hide_unmatched()
-
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
