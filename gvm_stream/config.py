@@ -120,6 +120,13 @@ class StreamSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "tcp://HOST:PORT; empty: nowhere."
         ),
     ] = ""
+    nccl_address: Annotated[
+        str,
+        Meta(
+            description="Where the learner listens for producers that take its weights from GPU to GPU, "
+            "tcp://HOST:PORT, with HOST as they reach it; empty: nowhere. The transfers use further ports of HOST."
+        ),
+    ] = ""
     keys: Annotated[
         str,
         Meta(
@@ -162,6 +169,14 @@ class ProducerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=
     servers: Annotated[
         tuple[str, ...], Meta(description='Engine "vllm-server": the URLs of the servers, http://HOST:PORT.')
     ] = ()
+    weights: Annotated[
+        Literal["file", "nccl"],
+        Meta(
+            description="How weights reach the engine. `file`: the learner's file, memory-mapped where it is seen and "
+            "fetched over ZeroMQ where not. `nccl`: by vLLM's NCCL transfer from the learner's GPU, at "
+            "`stream.nccl_address`."
+        ),
+    ] = "file"
     slots: Annotated[int, Meta(ge=1, description="Most rollouts in generation at once, per producer.")] = 256
     device: Annotated[str, Meta(pattern=DEVICE, description="torch device of the engine.")] = "cpu"
     threads: Annotated[int, Meta(ge=1, description="torch threads of the engine on a CPU.")] = 1
@@ -261,6 +276,16 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for url in producer.servers:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f'producer.servers has "{url}", expected http://HOST:PORT or https://HOST:PORT')
+        if producer.weights == "nccl":
+            if producer.engine == "transformers":
+                raise ValueError('producer.weights = "nccl" is for vLLM; producer.engine is "transformers"')
+            if not self.stream.nccl_address:
+                raise ValueError('producer.weights = "nccl" needs stream.nccl_address, where the learner listens')
+        if self.stream.nccl_address and not self.learner.device.startswith("cuda"):
+            raise ValueError(
+                f'stream.nccl_address = "{self.stream.nccl_address}" needs a GPU at the learner; learner.device is '
+                f'"{self.learner.device}"'
+            )
 
     def _check_learner(self) -> None:
         learner = self.learner

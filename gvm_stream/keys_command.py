@@ -100,7 +100,7 @@ def _again(folder: Path) -> str:
 
     return (
         f"A running allocator reads {folder / PUBLIC} again by itself. If the learner is on another host and serves\n"
-        "weights (stream.weights_address), copy the file there again: it is read again there, too."
+        "weights (stream.weights_address, stream.nccl_address), copy the file there again: it is read again there, too."
     )
 
 

@@ -135,6 +135,14 @@ def test_a_wrong_value_is_one_sentence_with_key_value_expectation_and_file(raw: 
         (minimal(verifier={"weights": {"exact": 1, "format": 0.1}}), ["verifier.patterns.format", '"format"']),
         (minimal(verifier={"kind": "python", "function": "f"}), ['verifier.function = "f"', "module:function"]),
         (minimal(verifier={"kind": "http", "http": {"url": "file:///x"}}), ['verifier.http.url = "file:///x"']),
+        (minimal(producer={"engine_options": {"seed": 1}}), ["producer.engine_options", '"vllm"', '"transformers"']),
+        (minimal(producer={"engine": "vllm-server"}), ["producer.servers = []", '"vllm-server"']),
+        (minimal(producer={"weights": "nccl"}), ['producer.weights = "nccl"', '"transformers"']),
+        (minimal(producer={"engine": "vllm", "weights": "nccl"}), ['producer.weights = "nccl"', "stream.nccl_address"]),
+        (
+            minimal(stream={"nccl_address": "tcp://10.0.0.1:5712"}),
+            ['stream.nccl_address = "tcp://10.0.0.1:5712"', 'learner.device is "cpu"'],
+        ),
         (
             minimal(verifier={"overlong": {"mode": "penalty"}}, sampling={"max_tokens": 63}),
             ["verifier.overlong.buffer_tokens = 64", "sampling.max_tokens = 63"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from gvm_stream.config import (
 from gvm_stream.errors import GvmStreamError, ModelError
 from gvm_stream.metrics import Metrics
 from gvm_stream.process import leaf_error
+from gvm_stream.producers import engine_thread
 from gvm_stream.producers.engine import EngineLoad
 from gvm_stream.producers.engine_thread import Event, run_engine
 from gvm_stream.producers.following import LOAD_ATTEMPTS, TOLERANCE
@@ -121,6 +123,7 @@ async def staged(
     *,
     heartbeat_s: float = 0.05,
     silence_s: float = 10,
+    progress_s: float = 30,
     max_tokens: int = MAX_TOKENS,
     verifier: VerifierSection = VerifierSection(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[Stage]:
@@ -128,7 +131,7 @@ async def staged(
     config = Config(
         model=ModelSection(path="m"),
         data=DataSection(train="t"),
-        stream=local_stream(heartbeat_s=heartbeat_s, silence_s=max(silence_s, 3 * heartbeat_s)),
+        stream=local_stream(heartbeat_s=heartbeat_s, silence_s=max(silence_s, 3 * heartbeat_s), progress_s=progress_s),
         sampling=SamplingSection(max_tokens=max_tokens),
         producer=ProducerSection(slots=SLOTS),
         verifier=verifier,
@@ -148,7 +151,7 @@ async def play(config: Config, stage: Stage) -> None:
         async with (
             open_link(config.stream, role="producer", name="p", agreed={}, patience_s=10) as link,
             trio.open_nursery() as nursery,
-            weights_source(config.stream, "p") as weights,
+            weights_source(config, "p") as weights,
             VerifierPool(config.verifier) as pool,
             run_engine(lambda: stage.engine, to_session) as thread,
         ):
@@ -350,6 +353,26 @@ async def test_loads_that_keep_failing_end_the_producer_with_the_reason(tmp_path
     assert reason in str(stage.result)
     assert stage.engine.version == 0
     assert stage.engine.closed
+
+
+async def test_a_load_that_hangs_ends_the_producer_and_its_engine_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "CLOSE_S", 0.2)
+    hangs = threading.Event()
+
+    def load(path: Path, version: int) -> None:
+        hangs.wait()
+
+    async with staged(tmp_path, progress_s=0.3) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.engine.load_weights = load  # type: ignore[method-assign]
+        stage.allocator.say(m.NewWeights(weights=stage.weights(1)))
+    assert isinstance(stage.result, ModelError)
+    assert str(stage.result) == "the engine has not taken the weights of version 1 for 0.3 s"
+    assert not stage.engine.closed
+    hangs.set()
 
 
 async def test_an_engine_that_dies_gives_its_work_back_and_ends_the_producer(tmp_path: Path) -> None:

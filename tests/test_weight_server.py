@@ -22,8 +22,9 @@ from gvm_stream.producers.weights import WeightsSource
 from gvm_stream.weights import checksum
 from gvm_stream.wire.codec import decode_from_weight_server, encode
 from gvm_stream.wire.keys import create_keys
-from gvm_stream.wire.messages import Chunk, ChunkRefused, ChunkRequest, WeightsInfo
+from gvm_stream.wire.messages import WeightsInfo
 from gvm_stream.wire.sockets import bind_router, connect_dealer
+from gvm_stream.wire.weight_messages import Chunk, ChunkRefused, ChunkRequest
 from gvm_stream.wire.zmq_trio import ZmqSocket
 from tests.strangers import PickleBomb
 from tests.stream_processes import free_address

@@ -27,6 +27,8 @@ DECODERS: dict[str, Decode] = {
     **dict.fromkeys(wire_samples.TO_PEER, codec.decode_to_peer),
     **dict.fromkeys(wire_samples.TO_WEIGHT_SERVER, codec.decode_to_weight_server),
     **dict.fromkeys(wire_samples.FROM_WEIGHT_SERVER, codec.decode_from_weight_server),
+    **dict.fromkeys(wire_samples.TO_NCCL_SENDER, codec.decode_to_nccl_sender),
+    **dict.fromkeys(wire_samples.FROM_NCCL_SENDER, codec.decode_from_nccl_sender),
 }
 
 

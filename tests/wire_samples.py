@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.wire import messages as m
+from gvm_stream.wire import weight_messages as w
 
 WEIGHTS = m.WeightsInfo(
     version=7,
@@ -163,9 +164,25 @@ TO_PEER: dict[str, m.ToPeer] = {
         waits=(m.Wait(who="run", what="the learner to train on batch 6", seconds=2.0),),
     ),
 }
-TO_WEIGHT_SERVER: dict[str, m.ToWeightServer] = {"chunk_request": m.ChunkRequest(version=7, offset=4 << 20)}
-FROM_WEIGHT_SERVER: dict[str, m.FromWeightServer] = {
-    "chunk": m.Chunk(version=7, offset=0, data=b"\0\xff"),
-    "chunk_refused": m.ChunkRefused(version=7, reason="gone"),
+TO_WEIGHT_SERVER: dict[str, w.ToWeightServer] = {"chunk_request": w.ChunkRequest(version=7, offset=4 << 20)}
+FROM_WEIGHT_SERVER: dict[str, w.FromWeightServer] = {
+    "chunk": w.Chunk(version=7, offset=0, data=b"\0\xff"),
+    "chunk_refused": w.ChunkRefused(version=7, reason="gone"),
 }
-SAMPLES: dict[str, m.Message] = {**TO_ALLOCATOR, **TO_PEER, **TO_WEIGHT_SERVER, **FROM_WEIGHT_SERVER}
+TO_NCCL_SENDER: dict[str, w.ToNcclSender] = {
+    "pull": w.Pull(version=7, workers=2),
+    "worker_answer": w.WorkerAnswer(number=3, problem="no such tensor"),
+}
+FROM_NCCL_SENDER: dict[str, w.FromNcclSender] = {
+    "worker_call": w.WorkerCall(number=3, name="update_weights", info={"names": ["a"], "shapes": [[2, 3]]}),
+    "pulled": w.Pulled(version=7),
+    "pull_refused": w.PullRefused(version=7, reason="gone"),
+}
+SAMPLES: dict[str, m.Message] = {
+    **TO_ALLOCATOR,
+    **TO_PEER,
+    **TO_WEIGHT_SERVER,
+    **FROM_WEIGHT_SERVER,
+    **TO_NCCL_SENDER,
+    **FROM_NCCL_SENDER,
+}

@@ -60,6 +60,8 @@ def checks(config: Config | None) -> Mapping[str, Check]:
     }
     if stream.weights_address:
         table["weights"] = lambda: network.address("stream.weights_address", stream.weights_address)
+    if stream.nccl_address:
+        table["nccl sender"] = lambda: network.address("stream.nccl_address", stream.nccl_address)
     return table
 
 

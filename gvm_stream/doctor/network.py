@@ -94,7 +94,11 @@ def keys(stream: StreamSection) -> Finding:
 
 
 def _no_keys(stream: StreamSection) -> Finding:
-    addresses = {"stream.address": stream.address, "stream.weights_address": stream.weights_address}
+    addresses = {
+        "stream.address": stream.address,
+        "stream.weights_address": stream.weights_address,
+        "stream.nccl_address": stream.nccl_address,
+    }
     beyond = [
         f'{key} = "{value}"'
         for key, value in addresses.items()

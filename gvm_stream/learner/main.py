@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from gvm_stream.config import Config
 from gvm_stream.config_file import agreed_values
 from gvm_stream.errors import ConfigError, ModelError, StreamError, TrainingError, WeightsError
 from gvm_stream.health import Health
+from gvm_stream.learner.beside import beside
 from gvm_stream.learner.checkpoint import Checkpoint, Saver, complete_checkpoints, read_trainer_state, set_aside
 from gvm_stream.learner.distributed import Ranks, SharedFeed, join_ranks, shard
 from gvm_stream.learner.feed import Feed
@@ -57,7 +56,7 @@ def main(config: Config, *, resume: bool) -> None:
             metrics.watch_disk(root)
             watch_gpu(metrics, config.learner.device)
             stack.enter_context(metrics.serve(config.metrics, health))
-            stack.enter_context(weight_server(config, root / "weights"))
+            serve_weights(config, root / "weights", stack)
         else:  # rank 0 says when to stop, and what there is to say
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -270,23 +269,10 @@ class Learner:
             metrics.set("gvm_noise_scale_tokens", stats.noise.noise_scale)
 
 
-@contextmanager
-def weight_server(config: Config, folder: Path) -> Iterator[None]:
-    """Serve published weights from a process of its own, if `stream.weights_address` says so."""
-    address = config.stream.weights_address
-    if not address:
-        yield
-        return
+def serve_weights(config: Config, folder: Path, stack: ExitStack) -> None:
+    """From processes beside this one, to producers that do not see its files, or that take weights from GPU to GPU."""
     section = msgspec.json.encode(config.stream).decode()
-    command = [sys.executable, "-m", "gvm_stream.learner.weight_server", str(folder), section]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdin is not None
-        first = server.stdout.readline().strip()
-        if first != "ready":
-            raise StreamError(first or "the weight server ended at once")
-        try:
-            yield
-        finally:
-            server.stdin.close()  # it ends with its input
-            server.wait()
+    if config.stream.weights_address:
+        stack.enter_context(beside("gvm_stream.learner.weight_server", str(folder), section))
+    if config.stream.nccl_address:
+        stack.enter_context(beside("gvm_stream.vllm.nccl_sender", str(folder), section, config.learner.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -82,27 +83,27 @@ def check_weights_file(expected: Shapes, path: Path) -> None:
     enough) in the expected shapes."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            _check_names(expected, names, path)
-            for name in names:
-                part = file.get_slice(name)
-                shape, kind = tuple(part.get_shape()), part.get_dtype()
-                if shape != expected.shapes[name] or kind not in FLOATING:
-                    raise WeightsError(
-                        f"{name} in the weights file {path} is {kind} {list(shape)}; "
-                        f"a floating-point tensor {list(expected.shapes[name])} was expected"
-                    )
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except (OSError, SafetensorError) as problem:
         raise WeightsError(f"the weights file {path} cannot be read as safetensors: {problem}") from problem
+    check_tensors(expected, found, f"the weights file {path}")
 
 
-def _check_names(expected: Shapes, names: set[str], path: Path) -> None:
-    missing = [min(same) for same in expected.tied if not same & names]
+def check_tensors(expected: Shapes, found: Mapping[str, tuple[str, tuple[int, ...]]], where: str) -> None:
+    """The same of tensors by name, each as (dtype as safetensors calls it, shape), that are found `where`."""
+    missing = [min(same) for same in expected.tied if not same & found.keys()]
     if missing:
-        raise WeightsError(f"the weights file {path} lacks {_some(missing)}; all weights of the model were expected")
-    unknown = names - expected.shapes.keys()
+        raise WeightsError(f"{where} lacks {_some(missing)}; all weights of the model were expected")
+    unknown = found.keys() - expected.shapes.keys()
     if unknown:
-        raise WeightsError(f"the weights file {path} holds {_some(unknown)}, which the model does not have")
+        raise WeightsError(f"{where} holds {_some(unknown)}, which the model does not have")
+    for name, (kind, shape) in found.items():
+        if shape != expected.shapes[name] or kind not in FLOATING:
+            raise WeightsError(
+                f"{name} in {where} is {kind} {list(shape)}; "
+                f"a floating-point tensor {list(expected.shapes[name])} was expected"
+            )
 
 
 def _check_attention(config: PreTrainedConfig, path: str, max_length: int) -> None:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 HAND_OVER_S = 0.02
 """Least time between two hand-overs of completions while the engine works: each costs trio, the verifier and the
 allocator a wake-up, and this thread the interpreter lock, which a small model's steps of 5 ms would feel."""
+CLOSE_S = 60.0
+"""Longest that an engine may take to end. One that hangs, in NCCL perhaps, is left behind: its process ends anyway."""
 PROGRESS_INTERVAL_S = 0.5
 """How often the thread leaves a picture of the running requests for the heartbeat."""
 
@@ -182,7 +184,7 @@ def difference_from(canary: Canary | None, engine: Engine) -> float | None:
 async def run_engine(
     make_engine: Callable[[], Engine], events: trio.MemorySendChannel[Event], test: Test | None = None
 ) -> AsyncIterator[EngineThread]:
-    """Make an engine in a thread of its own and run it until the block ends; the thread is gone then.
+    """Make an engine in a thread of its own and run it until the block ends; the thread is gone then, unless it hangs.
 
     `test` is called once, with the first weights: what it raises is the engine's death. `events` must be unbounded:
     what it can hold is bounded by the requests submitted. Errors of `make_engine` are raised here.
@@ -190,11 +192,19 @@ async def run_engine(
     token = trio.lowlevel.current_trio_token()
     thread = EngineThread(lambda event: token.run_sync_soon(events.send_nowait, event), test)
     ready = trio.Event()
+    patience = trio.CancelScope(shield=True)
 
     async def body() -> None:
-        await trio.to_thread.run_sync(
-            thread.run, make_engine, lambda: token.run_sync_soon(ready.set), limiter=trio.CapacityLimiter(1)
-        )
+        with patience:
+            await trio.to_thread.run_sync(
+                thread.run,
+                make_engine,
+                lambda: token.run_sync_soon(ready.set),
+                abandon_on_cancel=True,
+                limiter=trio.CapacityLimiter(1),
+            )
+        if patience.cancelled_caught:
+            log.error("the engine has not ended for %g s; it is left behind", CLOSE_S)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(body)
@@ -203,3 +213,4 @@ async def run_engine(
             yield thread
         finally:
             thread.close()
+            patience.deadline = trio.current_time() + CLOSE_S

@@ -12,7 +12,7 @@ from gvm_stream.errors import ModelError, WeightsError
 from gvm_stream.logs import set_version
 from gvm_stream.metrics import Metrics
 from gvm_stream.producers.engine_thread import EngineThread, WeightsFailed, WeightsLoaded
-from gvm_stream.producers.weights import WeightsSource
+from gvm_stream.producers.weights import AnnouncedFile, WeightsSource
 from gvm_stream.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Following:
         self,
         config: Config,
         engine: EngineThread,
-        weights: WeightsSource,
+        weights: WeightsSource | AnnouncedFile,
         metrics: Metrics,
         *,
         ready: Callable[[], Awaitable[None]],
@@ -94,13 +94,20 @@ class Following:
             self._metrics.set("gvm_engine_quarantined", 0)
             await self._ready()
 
+    async def _loaded_or_not(self, version: int) -> WeightsLoaded | WeightsFailed:
+        with trio.move_on_after(self._config.stream.progress_s):
+            return await self._outcome.receive()
+        raise ModelError(
+            f"the engine has not taken the weights of version {version} for {self._config.stream.progress_s:g} s"
+        )
+
     async def _load(self, info: m.WeightsInfo) -> str:
         """Load these weights; what went wrong, if anything did."""
         started = trio.current_time()
         try:
             async with self._weights.local(info) as path:
                 self._engine.load_weights(path, info.version, info.canary)
-                outcome = await self._outcome.receive()
+                outcome = await self._loaded_or_not(info.version)
         except WeightsError as error:
             return f"version {self.version} stays in force: {error}"
         if isinstance(outcome, WeightsFailed):

@@ -59,7 +59,7 @@ async def produce(config: Config, name: str) -> None:
                 watch_gpu(metrics, config.producer.device)
             make, decode = await trio.to_thread.run_sync(prepare_engine, config, name)
             async with (
-                weights_source(config.stream, name) as weights,
+                weights_source(config, name) as weights,
                 VerifierPool(config.verifier) as pool,
                 run_engine(make, to_session, _self_test(config)) as engine,
             ):
@@ -84,7 +84,7 @@ def prepare_engine(config: Config, name: str) -> tuple[Callable[[], Engine], Cal
     disable_progress_bar()
     torch.set_num_threads(config.producer.threads)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    make = _maker(config, end_token_ids(tokenizer, config.model.path), seed_of(config.run.seed, name))
+    make = _maker(config, end_token_ids(tokenizer, config.model.path), name)
 
     def decode(tokens: Sequence[int]) -> str:
         return msgspec.convert(tokenizer.decode(list(tokens), skip_special_tokens=True), str)
@@ -104,28 +104,32 @@ def _max_length(config: Config) -> int:
     return config.data.max_prompt_tokens + config.sampling.max_tokens
 
 
-def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[], Engine]:
+def _maker(config: Config, end_tokens: tuple[int, ...], name: str) -> Callable[[], Engine]:
     path, producer = config.model.path, config.producer
     max_length = _max_length(config)
     if producer.engine == "vllm":
         from gvm_stream.producers.causal_lm import expected_shapes
-        from gvm_stream.vllm.engine import VllmEngine, start_vllm
+        from gvm_stream.vllm.engine import VllmEngine, nccl_weights, start_vllm
 
         def vllm() -> Engine:
+            shapes = expected_shapes(path)
+            llm = start_vllm(
+                path,
+                slots=producer.slots,
+                max_length=max_length,
+                dtype=config.model.dtype,
+                seed=seed_of(config.run.seed, name) % 2**32,
+                options=producer.engine_options,
+                weights=producer.weights,
+            )
             return VllmEngine(
-                start_vllm(
-                    path,
-                    slots=producer.slots,
-                    max_length=max_length,
-                    dtype=config.model.dtype,
-                    seed=seed % 2**32,
-                    options=producer.engine_options,
-                ),
-                expected_shapes(path),
+                llm,
+                shapes,
                 slots=producer.slots,
                 max_length=max_length,
                 end_tokens=end_tokens,
                 kv_policy=producer.kv_policy,
+                pull=nccl_weights(llm, config.stream, name, shapes).pull if producer.weights == "nccl" else None,
             )
 
         return vllm
@@ -144,8 +148,8 @@ def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[
                 vocabulary=AutoConfig.from_pretrained(path).get_text_config().vocab_size,
                 end_tokens=end_tokens,
                 kv_policy=producer.kv_policy,
-                weights_address=config.stream.weights_address,
-                keys=config.stream.keys,
+                stream=config.stream,
+                pull_as=name if producer.weights == "nccl" else "",
             )
 
         return vllm_server
@@ -160,7 +164,7 @@ def _maker(config: Config, end_tokens: tuple[int, ...], seed: int) -> Callable[[
             dtype=config.model.dtype,
             device=producer.device,
             kv_policy=producer.kv_policy,
-            seed=seed,
+            seed=seed_of(config.run.seed, name),
         )
 
     return transformers

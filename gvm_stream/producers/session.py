@@ -24,7 +24,7 @@ from gvm_stream.producers.energy import energy_proxy
 from gvm_stream.producers.engine import Completion, Request
 from gvm_stream.producers.engine_thread import Completed, EngineDied, EngineThread, Event, WeightsFailed, WeightsLoaded
 from gvm_stream.producers.following import Following
-from gvm_stream.producers.weights import WeightsSource
+from gvm_stream.producers.weights import AnnouncedFile, WeightsSource
 from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.verify.verdict import Verdict, VerdictScored, VerifyItem
 from gvm_stream.wire import messages as m
@@ -58,7 +58,7 @@ class Session:
         engine: EngineThread,
         events: trio.MemoryReceiveChannel[Event],
         pool: VerifierPool,
-        weights: WeightsSource,
+        weights: WeightsSource | AnnouncedFile,
         decode: Decode,
         metrics: Metrics,
     ) -> None:

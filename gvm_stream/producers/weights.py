@@ -12,13 +12,14 @@ from pathlib import Path
 import trio
 import zmq
 
-from gvm_stream.config import StreamSection
+from gvm_stream.config import Config, StreamSection
 from gvm_stream.errors import StreamError, WeightsError, WireError
 from gvm_stream.weights import verify_weights
 from gvm_stream.wire.codec import decode_from_weight_server, encode
 from gvm_stream.wire.link import identity_of, new_epoch
-from gvm_stream.wire.messages import ChunkRefused, ChunkRequest, WeightsInfo
+from gvm_stream.wire.messages import WeightsInfo
 from gvm_stream.wire.sockets import connect_dealer
+from gvm_stream.wire.weight_messages import ChunkRefused, ChunkRequest
 from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,27 @@ class WeightsSource:
         )
 
 
+class AnnouncedFile:
+    """For an engine that takes its weights itself: only the self-test, with the first ones, needs their file."""
+
+    def __init__(self, source: WeightsSource, *, self_test: bool) -> None:
+        self._source, self._needed = source, self_test
+
+    @asynccontextmanager
+    async def local(self, info: WeightsInfo) -> AsyncIterator[Path]:
+        if not self._needed:
+            yield Path(info.path)
+            return
+        async with self._source.local(info) as path:
+            yield path
+        self._needed = False
+
+
 @asynccontextmanager
-async def weights_source(stream: StreamSection, name: str) -> AsyncIterator[WeightsSource]:
+async def weights_source(config: Config, name: str) -> AsyncIterator[WeightsSource | AnnouncedFile]:
     with tempfile.TemporaryDirectory(prefix="gvm-weights-") as folder:
-        yield WeightsSource(stream, name, Path(folder))
+        source = WeightsSource(config.stream, name, Path(folder))
+        if config.producer.weights == "nccl":
+            yield AnnouncedFile(source, self_test=config.producer.self_test)
+        else:
+            yield source

@@ -8,7 +8,7 @@ Not stepping is the pause during a weight update.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,14 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.request import Request as VllmRequest
 
 from gvm_stream.canary import LENGTH
+from gvm_stream.config import StreamSection
 from gvm_stream.errors import ConfigError, ModelError, WeightsError
 from gvm_stream.producers.causal_lm import Shapes, check_weights_file
 from gvm_stream.producers.engine import Completion, EngineLoad, Float32, Int32, Request
 from gvm_stream.producers.requests import why_impossible, without_tokens
+from gvm_stream.vllm.nccl import NcclWeights
 from gvm_stream.vllm.transfer import BACKEND, register
+from gvm_stream.wire.weight_messages import CallName
 
 ON_CPU = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
 """Arguments of `EngineArgs` on a machine without a GPU, unless told otherwise: compilation takes minutes there, and the
@@ -87,8 +90,10 @@ class VllmEngine:
         end_tokens: Sequence[int],
         kv_policy: Literal["recompute", "keep"],
         version: int = 0,
+        pull: Callable[[int], None] | None = None,
     ) -> None:
-        """`llm` as `start_vllm` makes it, with room for `slots`; `shapes` of the model's weights."""
+        """`llm` as `start_vllm` makes it, with room for `slots`; `shapes` of the model's weights. With `pull`, the
+        weights of a version come that way, not from the file."""
         assert isinstance(llm.engine_core, InprocClient)
         self._llm, self._core = llm, llm.engine_core
         scheduler = self._core.engine_core.scheduler
@@ -97,6 +102,7 @@ class VllmEngine:
         self._shapes, self._slots, self._max_length = shapes, slots, max_length
         self._end_tokens = list(end_tokens)
         self._recompute = kv_policy == "recompute"
+        self._pull = pull
         self._vocabulary: int = llm.model_config.get_vocab_size()
         self._version = version
         self._core.engine_core.set_weight_version(str(version))
@@ -163,6 +169,15 @@ class VllmEngine:
         )
 
     def load_weights(self, path: Path, version: int) -> None:
+        if self._pull:
+            self._pull(version)
+        else:
+            self._load_file(path, version)
+        self._version = version
+        self._core.engine_core.set_weight_version(str(version))
+        self._drop_cache()
+
+    def _load_file(self, path: Path, version: int) -> None:
         check_weights_file(self._shapes, path)
         self._llm.collective_rpc("start_weight_update")
         try:
@@ -172,9 +187,6 @@ class VllmEngine:
             self._drop_cache()  # the weights before have been loaded again
             raise
         self._llm.collective_rpc("finish_weight_update")
-        self._version = version
-        self._core.engine_core.set_weight_version(str(version))
-        self._drop_cache()
 
     def score(self, tokens: Int32) -> Float32:
         key = self._new_key("score")
@@ -278,7 +290,14 @@ class VllmEngine:
 
 
 def start_vllm(
-    model_path: str, *, slots: int, max_length: int, dtype: str, seed: int, options: dict[str, Any]
+    model_path: str,
+    *,
+    slots: int,
+    max_length: int,
+    dtype: str,
+    seed: int,
+    options: dict[str, Any],
+    weights: Literal["file", "nccl"] = "file",
 ) -> LLMEngine:
     """vLLM in this process, which `environment.prepare` has made ready. `options` are further arguments of its
     `EngineArgs`.
@@ -296,7 +315,7 @@ def start_vllm(
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND if weights == "file" else weights),
     }
     if taken := sorted(ours.keys() & options.keys()):
         raise ConfigError(f"producer.engine_options.{taken[0]} cannot be set: gvm-stream does")
@@ -307,5 +326,17 @@ def start_vllm(
     except (TypeError, ValueError, OSError, RuntimeError) as problem:
         reason = " ".join(str(problem).split())
         raise ModelError(f"vLLM cannot serve model.path = {model_path!r}: {reason}") from problem
-    llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    if weights == "file":
+        llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
     return llm
+
+
+def nccl_weights(llm: LLMEngine, stream: StreamSection, name: str, shapes: Shapes) -> NcclWeights:
+    """Of a vLLM started with `weights = "nccl"`."""
+
+    def call(name: CallName, info: dict[str, Any]) -> None:
+        named = {"init_weight_transfer_engine": {"init_info": info}, "update_weights": {"update_info": info}}
+        llm.collective_rpc(name, kwargs=named.get(name))
+
+    workers = llm.vllm_config.parallel_config.world_size
+    return NcclWeights(stream, name, workers=workers, shapes=shapes, call=call)

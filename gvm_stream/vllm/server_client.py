@@ -6,16 +6,16 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx2
 import msgspec
 import numpy as np
-import trio
 
 from gvm_stream.errors import ModelError
 from gvm_stream.producers.engine import EngineLoad, Float32, Int32, Request
+from gvm_stream.wire.weight_messages import CallName
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 
@@ -104,22 +104,28 @@ class Server:
                 "--disable-log-stats"
             ) from missing
 
-    @asynccontextmanager
-    async def paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
-        """Nothing is generated while the block runs; with `clear_cache` all that runs is computed again afterwards."""
-        try:
-            await self._post(f"pause?mode=keep&clear_cache={str(clear_cache).lower()}", {})
-            yield
-        finally:
-            with trio.CancelScope(shield=True):
-                await self._post("resume", {})
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Nothing is generated until `resume`; with `clear_cache` all that runs is computed again afterwards."""
+        await self._post(f"pause?mode=keep&clear_cache={str(clear_cache).lower()}", {})
+
+    async def resume(self) -> None:
+        await self._post("resume", {})
 
     async def update(self, info: dict[str, Any], version: int) -> None:
         await self._post("start_weight_update", {})
         await self._post("update_weights", {"update_info": info}, WORK_S)
         await self._post("finish_weight_update", {"weight_version": str(version)})
 
-    async def start(self, version: int, longest: int) -> None:
+    async def workers(self) -> int:
+        answer: int = (await self._ask("GET", "get_world_size", None, ANSWER_S)).json()["world_size"]
+        return answer
+
+    async def call(self, name: CallName, info: dict[str, Any]) -> None:
+        """What vLLM's trainer side asks of its workers."""
+        bodies = {"init_weight_transfer_engine": {"init_info": info}, "update_weights": {"update_info": info}}
+        await self._post(name, bodies.get(name, info if name == "finish_weight_update" else {}), WORK_S)
+
+    async def start(self, version: int, longest: int, *, by_file: bool) -> None:
         """Make sure that it can be trained with, and runs sequences of `longest` tokens."""
         model = (await self._ask("GET", "v1/models", None, ANSWER_S)).json()["data"][0]
         if model["max_model_len"] < longest:
@@ -127,7 +133,8 @@ class Server:
                 f"the server {self.url} runs sequences of at most {model['max_model_len']} tokens, {longest} are "
                 "needed: start it with a larger --max-model-len"
             )
-        await self._post("init_weight_transfer_engine", {"init_info": {}})
+        if by_file:
+            await self._post("init_weight_transfer_engine", {"init_info": {}})
         with suppress(ModelError):  # there is one to finish only where a producer was killed in the midst of it
             await self._post("finish_weight_update", {})
         await self._post("resume", {})

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,10 +20,12 @@ import numpy as np
 import trio
 
 from gvm_stream.canary import LENGTH
+from gvm_stream.config import StreamSection
 from gvm_stream.errors import ModelError, WeightsError
 from gvm_stream.producers.causal_lm import Shapes, check_weights_file
 from gvm_stream.producers.engine import Completion, EngineLoad, Float32, Int32, Request
 from gvm_stream.producers.requests import why_impossible, without_tokens
+from gvm_stream.vllm.nccl import NcclWeights
 from gvm_stream.vllm.server_client import Chunk, Server
 from gvm_stream.weights import checksum
 
@@ -63,8 +67,8 @@ class VllmServerEngine:
     to the same one while it is not fuller than the others, for their common prefix.
 
     Servers are started with VLLM_SERVER_DEV_MODE=1, --enable-scale-out, --logprobs-mode processed_logprobs and
-    --weight-transfer-config '{"backend": "gvm"}'. `weights_address` and `keys`: for servers that do not see the files
-    of weights.
+    --weight-transfer-config '{"backend": "gvm"}', or "nccl" with `pull_as`. `stream`: how servers that do not see the
+    files of weights reach the learner. `pull_as`: the name under which servers take weights by NCCL; empty: from files.
     """
 
     def __init__(
@@ -77,13 +81,13 @@ class VllmServerEngine:
         vocabulary: int,
         end_tokens: Sequence[int],
         kv_policy: Literal["recompute", "keep"],
-        weights_address: str = "",
-        keys: str = "",
+        stream: StreamSection | None = None,
+        pull_as: str = "",
         version: int = 0,
     ) -> None:
         self._shapes, self._slots, self._max_length, self._vocabulary = shapes, slots, max_length, vocabulary
         self._end_tokens, self._recompute = list(end_tokens), kv_policy == "recompute"
-        self._weights_address, self._keys, self._version = weights_address, keys, version
+        self._stream, self._version = stream or StreamSection(), version
         self._waiting: dict[int, Request] = {}
         """At no server yet."""
         self._sent: dict[str, Sent] = {}
@@ -97,11 +101,15 @@ class VllmServerEngine:
         self._home: dict[bytes, int] = {}
         """Prompt -> the server of its last request."""
         self._news: queue.SimpleQueue[Came | Exception] = queue.SimpleQueue()
+        self._pulls: list[Callable[[int], None]] = []
+        """By server, when weights come by NCCL."""
         self._open(servers)
         try:
             for number, server in enumerate(self._servers):
-                self._call(server.start, version, max(max_length, LENGTH + 1))
+                self._call(partial(server.start, version, max(max_length, LENGTH + 1), by_file=not pull_as))
                 self._loads[number] = self._call(server.load)
+                if pull_as:
+                    self._pulls.append(self._nccl_weights(server, f"{pull_as}-{number}").pull)
             self._spawn(self._look)
         except BaseException:
             self.close()
@@ -161,25 +169,36 @@ class VllmServerEngine:
 
     def load_weights(self, path: Path, version: int) -> None:
         """Raises `ModelError` when some servers have the new weights and another cannot take them."""
-        check_weights_file(self._shapes, path)
-        info = {
-            "version": version,
-            "path": str(path.resolve()),
-            "size": path.stat().st_size,
-            "checksum": checksum(path) if self._weights_address else "",
-            "address": self._weights_address,
-            "keys": self._keys,
-        }
+        info = {} if self._pulls else self._announcement(path, version)
         for number, server in enumerate(self._servers):
             try:
-                self._call(self._update, server, info, version)
+                with self._paused(server):
+                    if self._pulls:
+                        self._pulls[number](version)
+                    else:
+                        self._call(server.update, info, version)
             except ModelError as error:
-                if number == 0:
+                if number == 0 and not self._pulls:
                     raise WeightsError(str(error)) from error
                 raise
+            except WeightsError as error:
+                if number == 0:
+                    raise
+                raise ModelError(str(error)) from error
             if self._recompute:
                 self._put_back[number] += sum(sent.server == number for sent in self._sent.values())
         self._version = version
+
+    def _announcement(self, path: Path, version: int) -> dict[str, object]:
+        check_weights_file(self._shapes, path)
+        return {
+            "version": version,
+            "path": str(path.resolve()),
+            "size": path.stat().st_size,
+            "checksum": checksum(path) if self._stream.weights_address else "",
+            "address": self._stream.weights_address,
+            "keys": self._stream.keys,
+        }
 
     def score(self, tokens: Int32) -> Float32:
         rows: Float32 = np.stack([self._call(server.score, tokens) for server in self._servers])
@@ -193,6 +212,23 @@ class VllmServerEngine:
         self._thread.join()
 
     # --- in the engine's thread ---
+
+    @contextmanager
+    def _paused(self, server: Server) -> Iterator[None]:
+        try:
+            self._call(partial(server.pause, clear_cache=self._recompute))
+            yield
+        finally:
+            self._call(server.resume)
+
+    def _nccl_weights(self, server: Server, name: str) -> NcclWeights:
+        return NcclWeights(
+            self._stream,
+            name,
+            workers=self._call(server.workers),
+            shapes=self._shapes,
+            call=partial(self._call, server.call),
+        )
 
     def _send(self, request: Request) -> None:
         counts = [0] * len(self._servers)
@@ -299,7 +335,3 @@ class VllmServerEngine:
                 self._preemptions += more - ours
                 self._loads[number] = load
             await trio.sleep(LOOK_S)
-
-    async def _update(self, server: Server, info: dict[str, object], version: int) -> None:
-        async with server.paused(clear_cache=self._recompute):
-            await server.update(info, version)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import trio
@@ -27,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from gvm_stream.config import StreamSection
 from gvm_stream.errors import WeightsError
-from gvm_stream.producers.weights import weights_source
+from gvm_stream.producers.weights import WeightsSource
 from gvm_stream.wire.messages import WeightsInfo
 
 BACKEND = "gvm"
@@ -120,11 +121,12 @@ def weights_of(update: Update) -> dict[str, Tensor]:
         address=update.address,
     )
 
-    async def fetch() -> dict[str, Tensor]:
-        async with weights_source(StreamSection(keys=update.keys), "vllm-worker") as source, source.local(info) as copy:
+    async def fetch(folder: Path) -> dict[str, Tensor]:
+        async with WeightsSource(StreamSection(keys=update.keys), "vllm-worker", folder).local(info) as copy:
             return mapped(copy)
 
-    return trio.run(fetch)
+    with TemporaryDirectory(prefix="gvm-weights-") as folder:
+        return trio.run(fetch, Path(folder))
 
 
 def mapped(path: Path) -> dict[str, Tensor]:

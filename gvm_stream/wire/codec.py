@@ -8,8 +8,9 @@ from typing import TypeVar
 import msgspec
 
 from gvm_stream.errors import WireError
-from gvm_stream.wire.messages import Batch, FromWeightServer, Message, ToAllocator, ToPeer, ToWeightServer
+from gvm_stream.wire.messages import Batch, Message, ToAllocator, ToPeer
 from gvm_stream.wire.payload import fill
+from gvm_stream.wire.weight_messages import FromNcclSender, FromWeightServer, ToNcclSender, ToWeightServer
 
 T = TypeVar("T")
 
@@ -18,6 +19,8 @@ _to_allocator = msgspec.msgpack.Decoder(ToAllocator)
 _to_peer = msgspec.msgpack.Decoder(ToPeer)
 _to_weight_server = msgspec.msgpack.Decoder(ToWeightServer)
 _from_weight_server: msgspec.msgpack.Decoder[FromWeightServer] = msgspec.msgpack.Decoder(FromWeightServer)
+_to_nccl_sender: msgspec.msgpack.Decoder[ToNcclSender] = msgspec.msgpack.Decoder(ToNcclSender)
+_from_nccl_sender: msgspec.msgpack.Decoder[FromNcclSender] = msgspec.msgpack.Decoder(FromNcclSender)
 
 
 def encode(message: Message) -> bytes:
@@ -44,6 +47,14 @@ def decode_to_weight_server(frames: list[bytes]) -> ToWeightServer:
 
 def decode_from_weight_server(frames: list[bytes]) -> FromWeightServer:
     return _decode(_from_weight_server, frames)
+
+
+def decode_to_nccl_sender(frames: list[bytes]) -> ToNcclSender:
+    return _decode(_to_nccl_sender, frames)
+
+
+def decode_from_nccl_sender(frames: list[bytes]) -> FromNcclSender:
+    return _decode(_from_nccl_sender, frames)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:

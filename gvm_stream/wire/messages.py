@@ -409,30 +409,6 @@ class Status(Message, tag="status", frozen=True, kw_only=True):
     waits: tuple[Wait, ...]
 
 
-# --- producer <-> weight server ----------------------------------------------------------------------------------
-
-
-class ChunkRequest(Message, tag="chunk?", frozen=True, kw_only=True):
-    """Bytes of published weights, from `offset` on."""
-
-    version: int
-    offset: int
-
-
-class Chunk(Message, tag="chunk", frozen=True, kw_only=True):
-    version: int
-    offset: int
-    data: bytes
-
-
-class ChunkRefused(Message, tag="nochunk", frozen=True, kw_only=True):
-    version: int
-    reason: str
-
-
-ToWeightServer = ChunkRequest
-FromWeightServer = Chunk | ChunkRefused
-
 ToAllocator = (
     Hello
     | Goodbye
