@@ -206,6 +206,25 @@ async def test_work_cancelled_by_the_allocator_comes_back_and_unknown_work_is_pa
         assert (await stage.rollouts(1)).keys() == {1}
 
 
+async def test_work_that_was_taken_for_lost_and_is_ordered_again_ends_once_for_each_attempt(tmp_path: Path) -> None:
+    """A hello said twice can make an order cross it: the allocator then takes for lost what is on its way."""
+    async with staged(tmp_path, max_tokens=FOR_EVER) as stage:
+        await stage.join(stage.weights(0))
+        await stage.asked(version=0)
+        stage.allocator.say(m.Work(orders=(order(1, ENDLESS), order(2, "ab"))))
+        await stage.rollouts(1)
+        stage.allocator.say(m.Work(orders=(order(1, "7", "7", attempt=1), order(3, "7", "7"))))
+        ended: list[tuple[int, int, type]] = []
+        while len(ended) < 3:
+            message = await stage.allocator.receive()
+            assert isinstance(message, m.Rollouts)
+            stage.allocator.say(m.Received(seq=message.seq))
+            ended += [(r.work, r.attempt, type(r.outcome)) for r in message.rollouts]
+        assert sorted(ended, key=repr) == [(1, 0, Cancelled), (1, 1, Scored), (3, 0, Scored)]
+        stage.allocator.say(m.Stop(reason="s", final=True))
+    assert stage.result == "s"
+
+
 @pytest.mark.parametrize("how", ["stop", "leave"])
 async def test_at_the_end_work_in_hand_goes_back_with_its_tokens_before_the_goodbye(tmp_path: Path, how: str) -> None:
     async with staged(tmp_path, max_tokens=FOR_EVER) as stage:

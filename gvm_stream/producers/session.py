@@ -66,6 +66,8 @@ class Session:
         self._pool, self._decode, self._metrics = pool, decode, metrics
         self._orders: dict[int, Order] = {}
         """In the engine, by work."""
+        self._next: dict[int, m.WorkOrder] = {}
+        """Orders for work that is still in the engine: the allocator has taken the attempt before for lost."""
         self._delivery = Delivery(link, config.stream.silence_s / 3)
         self._credits = Credits(config.producer.slots)
         self._following = Following(
@@ -127,6 +129,7 @@ class Session:
             match event:
                 case Completed(completions):
                     verdicts.start_soon(self._verify, [(self._orders.pop(c.id), c) for c in completions])
+                    self._start([self._next.pop(c.id) for c in completions if c.id in self._next])
                 case WeightsLoaded() | WeightsFailed():
                     await self._following.take(event)
                 case EngineDied(error):
@@ -162,6 +165,15 @@ class Session:
     # --- steps of them ---
 
     def _submit(self, orders: Sequence[m.WorkOrder]) -> None:
+        self._delivery.take(orders)
+        again = {order.work: order for order in orders if order.work in self._orders}
+        self._next |= again
+        self._engine.abort(list(again))
+        self._start([order for order in orders if order.work not in again])
+
+    def _start(self, orders: Sequence[m.WorkOrder]) -> None:
+        if not orders:
+            return
         now = trio.current_time()
         sampling = self._config.sampling
         requests = []
@@ -175,7 +187,6 @@ class Session:
                     temperature=sampling.temperature,
                 )
             )
-        self._delivery.take(orders)
         self._engine.submit(requests)
         if self._leaving or self._quarantined:  # orders that crossed our farewell, or our asking for none
             self._engine.abort([request.id for request in requests])
