@@ -11,6 +11,7 @@ import trio
 import zmq
 
 from gvm_stream.allocator.service import BATCH
+from gvm_stream.allocator.tuning import tune
 from gvm_stream.config import StreamSection
 from gvm_stream.wire.codec import decode_to_allocator, encode
 from gvm_stream.wire.messages import Received, Rollouts
@@ -31,4 +32,5 @@ async def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
+    tune()
     trio.run(serve, sys.argv[1])

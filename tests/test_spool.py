@@ -41,6 +41,20 @@ def turn(number: int, size: int = 100_000) -> Changes:
     return Changes(journal=[mark], rollouts=[(number, mark.ljust(size))], settled=[(number, mark, (number,))])
 
 
+def payloads_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-payloads")
+
+
+def disk_use(path: Path) -> int:
+    return path.stat().st_size + sum(file.stat().st_size for file in payloads_of(path).iterdir())
+
+
+def turns_in_reach(spool: Spool, first: int, end: int) -> bool:
+    return {work: int(payload) for work, payload in spool.rollouts(range(end)).items()} == {
+        number: number for number in range(first, end)
+    }
+
+
 def turns_in(spool: Spool) -> int:
     """How many turns, from 0 on, are there; each must be there as a whole and nothing else."""
     saved = spool.load()
@@ -144,8 +158,34 @@ def test_the_file_uses_freed_room_again(path: Path) -> None:
         with opened(path) as spool:
             spool.commit([turn(number) for number in range(start, start + 10)])
             spool.commit([Changes(covered=start + 10)])
-        sizes.append(path.stat().st_size)
+        sizes.append(disk_use(path))
     assert sizes[-1] < 1.2 * sizes[0]
+
+
+def test_files_of_payloads_go_when_nothing_in_them_is_needed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gvm_stream.allocator.payload_files.FILE_BYTES", 3 * MIB)
+    folder = payloads_of(path)
+    with opened(path) as spool:
+        for number in range(40):
+            spool.commit([turn(number, MIB)])
+            spool.commit([Changes(covered=number - 3)])
+            assert disk_use(path) < 12 * MIB
+        assert turns_in_reach(spool, 36, 40)
+        kept = {file.name for file in folder.iterdir()}
+        spool.commit([Changes(covered=40)])
+        assert len(list(folder.iterdir())) <= 1 < len(kept)
+
+
+def test_what_a_commit_that_did_not_end_has_left_is_gone_with_the_next_process(path: Path) -> None:
+    folder = payloads_of(path)
+    with opened(path) as spool:
+        spool.commit([turn(0)])
+    (folder / "00000007").write_bytes(b"of a commit that did not end")
+    with opened(path) as spool:
+        assert [file.name for file in folder.iterdir()] == ["00000001"]
+        spool.commit([turn(1)])
+        assert sorted(file.name for file in folder.iterdir()) == ["00000001", "00000002"]
+        assert turns_in(spool) == 2
 
 
 def test_the_log_beside_the_file_stays_small(path: Path) -> None:

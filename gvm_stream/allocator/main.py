@@ -15,6 +15,7 @@ import trio
 from gvm_stream.allocator.broker import Broker
 from gvm_stream.allocator.service import serve
 from gvm_stream.allocator.spool import MemorySpool, Spool, SqliteSpool
+from gvm_stream.allocator.tuning import tune
 from gvm_stream.config import Config
 from gvm_stream.config_file import agreed_values, written
 from gvm_stream.data.prompts import PromptSet
@@ -35,6 +36,7 @@ SPOOL = Path("allocator") / "spool.sqlite"
 
 
 def main(config: Config, *, resume: bool, supervised: bool) -> None:
+    tune()
     run_process(partial(allocate, config, resume=resume, supervised=supervised))
 
 

@@ -171,6 +171,10 @@ class OnlineAllocator:
         """
         if problem := outcome_problem(outcome, self.settings.reward_range):
             raise ValueError(f"work {work}: {problem}")
+        return self.take(work, attempt, outcome)
+
+    def take(self, work: int, attempt: int, outcome: Outcome) -> Told:
+        """`tell`, for an outcome that has been found good (`outcome_check.outcome_problem`) already."""
         reception, item, tokens = self.ledger.settle(work, attempt, outcome)
         if item is None:
             self.account.extend(Fate.FAILED, tokens)

@@ -29,6 +29,7 @@ from gvm_stream.allocator.journal import (
 )
 from gvm_stream.allocator.ledger import Reception
 from gvm_stream.allocator.online import OnlineAllocator
+from gvm_stream.allocator.outcome_check import JUDGED
 from gvm_stream.allocator.record import EvalRow, Record
 from gvm_stream.allocator.types import (
     ClosedGroup,
@@ -36,7 +37,6 @@ from gvm_stream.allocator.types import (
     Fate,
     PromptId,
     Scored,
-    Unscorable,
     WorkItem,
 )
 from gvm_stream.config import Config
@@ -245,17 +245,18 @@ class RunState:
             if finished is not None:
                 effects.evaluated.append(self.record.evaluated(finished, self.seconds, self.allocator.account))
         else:
-            told = self.allocator.tell(work, attempt, outcome)
+            told = self.allocator.take(work, attempt, outcome)
             reception = told.reception
             if told.kept:
                 effects.kept.append((work, attempt))
-            effects.cancel += told.cancel
-            effects.closed += told.closed
-            effects.unused += [unused for group in told.closed for unused in group.unused]
+            if told.closed:
+                effects.cancel += told.cancel
+                effects.closed += told.closed
+                effects.unused += [unused for group in told.closed for unused in group.unused]
         if reception is not Reception.ACCEPTED or item is None:
             return
         self.owners.pop(work, None)
-        if isinstance(outcome, Scored | Unscorable):
+        if isinstance(outcome, JUDGED):
             self._watch_verdict(item, result)
 
     def _watch_verdict(self, item: WorkItem, result: Result) -> None:

@@ -16,7 +16,7 @@ from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
 
-BATCH = 64
+BATCH = 256
 """Messages handled per turn."""
 
 

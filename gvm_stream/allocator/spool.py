@@ -2,47 +2,50 @@
 
 An allocator is a deterministic state machine. Its newest snapshot and the journal of what came after bring it back;
 payloads of scored rollouts and the batches made of them stay until a learner checkpoint covers them. What is written
-comes in turns, each there as a whole or not at all; a commit has reached the disk when it returns.
+comes in turns, each there as a whole or not at all; a commit has reached the disk when it returns. SQLite says what
+there is; the payloads themselves lie in files beside it.
 
 The calls block and come from worker threads, never two at once.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import xxhash
 
+from gvm_stream.allocator.payload_files import PayloadFiles, Place
 from gvm_stream.errors import StreamError
 
-_FORMAT = 1
+_FORMAT = 2
 """Of the tables below; it grows when they change."""
 
-# Works of a batch are a list in its row: a column of `rollout` would have each payload written again when its batch is
-# settled. A row of the journal is the entries of a commit. SQLite has no checksums: each BLOB begins with its own, or
-# has it beside it, where copying would cost.
+# Works of a batch are a list in its row: a column of `rollout` would have rows written again when their batch is
+# settled. A row of the journal is the entries of a commit. SQLite has no checksums: each BLOB begins with its own, and
+# that of a payload is in its row.
 _SCHEMA = """
 CREATE TABLE snapshot(id INTEGER PRIMARY KEY, content BLOB NOT NULL);
 CREATE TABLE journal(id INTEGER PRIMARY KEY, entries BLOB NOT NULL);
-CREATE TABLE rollout(work INTEGER PRIMARY KEY, seal BLOB NOT NULL, payload BLOB NOT NULL);
+CREATE TABLE rollout(
+    work INTEGER PRIMARY KEY, seal BLOB NOT NULL, file INTEGER NOT NULL, start INTEGER NOT NULL, length INTEGER NOT NULL
+);
 CREATE TABLE batch(step INTEGER PRIMARY KEY, works TEXT NOT NULL, content BLOB NOT NULL);
 """
 
 _PAGE_BYTES = 16 * 2**10
-"""Of 4, 8, 16, 32 and 64 KiB, within noise the best for payloads of 4 and of 64 KB; larger ones make small commits
-write more."""
 
 _WAL_BYTES = 4 * 2**20
-"""The write-ahead log goes into the main file at this size, so it never has more than this and one commit. With 1, 4,
-16 and 64 MiB throughput is the same, but the longest commit of 64 rollouts of 4 KB takes 2, 5, 16 and 57 ms. The
-smaller, the more fsyncs, and they were cheap where this was measured."""
+"""The write-ahead log goes into the main file at this size, so it never has more than this and one commit: the larger,
+the longer the commit in which it does."""
 
 _ROWS = 1000
 """Of an INSERT; SQLite takes 32,766 values in a statement."""
@@ -51,6 +54,9 @@ _RECENT_BYTES = 256 * 2**20
 """Newest payloads kept in memory as well: most are asked for soon after they came, and once."""
 
 _SEAL_BYTES = 8
+
+_FORGET = "DELETE FROM rollout WHERE work IN ({works}) RETURNING file, length"
+_COVERED = "SELECT value FROM batch, json_each(works) WHERE step < ?"
 
 _entries = msgspec.msgpack.Decoder(list[bytes])
 
@@ -144,7 +150,8 @@ class MemorySpool:
 
 
 class SqliteSpool:
-    """A SQLite file, and beside it the write-ahead log (`-wal`) that belongs to it, owned by one process at a time.
+    """A SQLite file, and beside it the write-ahead log (`-wal`) and the folder of payloads (`-payloads`) that belong to
+    it, owned by one process at a time.
 
     Every method raises `StreamError` if the file cannot be read or written; then nothing has changed, and the call can
     be made again.
@@ -158,6 +165,8 @@ class SqliteSpool:
         self._path = path
         self._recent: dict[int, bytes] = {}
         self._recent_bytes = 0
+        self._payload_bytes = 0
+        """Of the payloads that are needed."""
         with self._failing("opened"):
             self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             self._db.text_factory = bytes  # a damaged BLOB may pass for text
@@ -192,26 +201,27 @@ class SqliteSpool:
             batches += [(step, json.dumps(works), _sealed(content)) for step, content, works in turn.settled]
             covered = max(covered, turn.covered or 0)
         with self._failing("written"), self._db as db:
+            places = self._files.append(list(stored.values()))
+            gone: list[tuple[int, int]] = []
             db.execute("BEGIN IMMEDIATE")
             if forgotten:
-                db.execute(
-                    "DELETE FROM rollout WHERE work IN (SELECT value FROM json_each(?))", [json.dumps(forgotten)]
-                )
-            self._store(list(stored.items()))
+                works = "SELECT value FROM json_each(?)"
+                gone += db.execute(_FORGET.format(works=works), [json.dumps(forgotten)]).fetchall()
+            self._store(stored, places)
             db.executemany("REPLACE INTO batch VALUES (?, ?, ?)", batches)
             if covered:
-                rows = db.execute("SELECT value FROM batch, json_each(works) WHERE step < ?", [covered]).fetchall()
-                forgotten += [work for (work,) in rows]
-                db.execute(
-                    "DELETE FROM rollout WHERE work IN (SELECT value FROM batch, json_each(works) WHERE step < ?)",
-                    [covered],
-                )
+                forgotten += [work for (work,) in db.execute(_COVERED, [covered]).fetchall()]
+                gone += db.execute(_FORGET.format(works=_COVERED), [covered]).fetchall()
                 db.execute("DELETE FROM batch WHERE step < ?", [covered])
             if snapshot is not None:
                 db.execute("DELETE FROM journal")
                 db.execute("REPLACE INTO snapshot VALUES (0, ?)", [_sealed(snapshot)])
             if journal:
                 db.execute("INSERT INTO journal(entries) VALUES (?)", [_sealed(msgspec.msgpack.encode(journal))])
+        with self._failing("written"):
+            self._files.keep(places)
+            self._files.forget(file for file, _ in gone)
+        self._payload_bytes += sum(place.length for place in places) - sum(length for _, length in gone)
         self._remember(stored, forgotten)
 
     def rollouts(self, works: Sequence[int]) -> dict[int, bytes]:
@@ -220,11 +230,12 @@ class SqliteSpool:
         if len(found) < len(works):
             with self._failing("read"):
                 rows = self._db.execute(
-                    "SELECT work, seal, payload FROM rollout WHERE work IN (SELECT value FROM json_each(?))",
+                    "SELECT work, seal, file, start, length FROM rollout"
+                    " WHERE work IN (SELECT value FROM json_each(?))",
                     [json.dumps([work for work in works if work not in found])],
                 ).fetchall()
-            for work, seal, payload in rows:
-                found[work] = self._checked(payload, seal)
+                for work, seal, *place in rows:
+                    found[work] = self._checked(self._files.read(Place(*place)), seal)
         return found
 
     def batch(self, step: int) -> bytes | None:
@@ -232,14 +243,16 @@ class SqliteSpool:
             return self._content("SELECT content FROM batch WHERE step = ?", step)
 
     def size(self) -> int:
-        """Bytes of the pages in use. The file itself does not shrink: free pages are used again."""
+        """Bytes of the pages and payloads in use. The database does not shrink, its free pages are used again; files of
+        payloads go as a whole."""
         with self._failing("read"):
-            return self._number(
+            return self._payload_bytes + self._number(
                 "SELECT (page_count - freelist_count) * page_size"
                 " FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
             )
 
     def close(self) -> None:
+        self._files.close()
         self._db.close()
 
     def _open(self) -> None:
@@ -260,21 +273,37 @@ class SqliteSpool:
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT;")
         elif found != _FORMAT:
             raise StreamError(f"spool {self._path} cannot be opened: it has format {found}, expected {_FORMAT}")
-        # Reads the whole file, 0.2 s per GB if the system has it in memory and as long as the disk takes otherwise:
-        # better now than in the middle of the run. Bytes changed within a BLOB are noticed when it is read.
+        # Reads the whole file: better now than in the middle of the run. Bytes changed within a BLOB or a payload are
+        # noticed when it is read.
         ((damage,),) = self._db.execute("PRAGMA quick_check(1)").fetchall()
         if damage != b"ok":
             what = " ".join(damage.decode(errors="replace").split())
             raise StreamError(f"spool {self._path} cannot be opened: it is damaged ({what})")
+        found_files = self._db.execute(
+            "SELECT file, count(*), max(start + length), sum(length) FROM rollout GROUP BY file"
+        ).fetchall()
+        self._files = PayloadFiles(
+            self._path.with_name(f"{self._path.name}-payloads"), {file: count for file, count, _, _ in found_files}
+        )
+        for file, _, end, length in found_files:
+            self._payload_bytes += length
+            if (size := self._files.size(file)) < end:
+                raise StreamError(
+                    f"spool {self._path} cannot be opened: it is damaged (file {file} of its payloads has {size} "
+                    f"bytes, expected {end})"
+                )
 
-    def _store(self, rollouts: list[tuple[int, bytes]]) -> None:
-        # Few statements of many rows: at each step of a statement this thread gives up the GIL, and while the event
-        # loop is busy it gets it back only after 5 ms. With executemany a commit would be 4 to 16 times as long.
-        for first in range(0, len(rollouts), _ROWS):
-            rows = rollouts[first : first + _ROWS]
-            places = ",".join(["(?,?,?)"] * len(rows))
-            values = [value for work, payload in rows for value in (work, xxhash.xxh3_64_digest(payload), payload)]
-            self._db.execute(f"REPLACE INTO rollout VALUES {places}", values)
+    def _store(self, stored: dict[int, bytes], places: list[Place]) -> None:
+        # Few statements of many rows: at each step of a statement this thread gives up the GIL, and has to wait for it
+        # while the event loop is busy.
+        rows = [
+            (work, xxhash.xxh3_64_digest(p), *place) for (work, p), place in zip(stored.items(), places, strict=True)
+        ]
+        for first in range(0, len(rows), _ROWS):
+            part = rows[first : first + _ROWS]
+            self._db.execute(
+                f"REPLACE INTO rollout VALUES {','.join(['(?,?,?,?,?)'] * len(part))}", list(chain.from_iterable(part))
+            )
 
     def _content(self, query: str, *parameters: int) -> bytes | None:
         row: tuple[bytes] | None = self._db.execute(query, parameters).fetchone()
@@ -305,13 +334,21 @@ class SqliteSpool:
 
     @contextmanager
     def _failing(self, done: str) -> Iterator[None]:
-        """Errors of SQLite as `StreamError`."""
+        """Errors of SQLite and of the files as `StreamError`."""
         try:
             yield
+        except OSError as error:
+            cause = str(error.strerror)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                cause += self._room()
+            raise StreamError(f"spool {self._path} cannot be {done}: {cause}") from error
         except sqlite3.DatabaseError as error:
             cause = str(error)
             if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
                 cause = "another process has it open"
             elif error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-                cause += f" ({shutil.disk_usage(self._path.parent).free / 2**20:.0f} MiB free there)"
+                cause += self._room()
             raise StreamError(f"spool {self._path} cannot be {done}: {cause}") from error
+
+    def _room(self) -> str:
+        return f" ({shutil.disk_usage(self._path.parent).free / 2**20:.0f} MiB free there)"

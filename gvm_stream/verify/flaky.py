@@ -46,8 +46,11 @@ class FlakyPrompts:
 
     def observe(self, prompt_id: PromptId, response_digest: int, reward: float | None) -> None:
         """Count one verdict; `reward` is None for an unscorable rollout."""
-        record = self._records.setdefault(prompt_id, _Record())
-        self._records.move_to_end(prompt_id)
+        record = self._records.get(prompt_id)
+        if record is None:
+            record = self._records[prompt_id] = _Record()
+        else:
+            self._records.move_to_end(prompt_id)
         if reward is None:
             record.unscorable += 1
         else:
