@@ -35,6 +35,7 @@ from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.codec import decode_to_allocator, encode
+from gvm_stream.wire.payload import pack
 
 PROMPTS, PER_STEP, TOKENS, SLOTS = 4096, 64, 200, 512
 """Prompts, those of a batch, tokens of a response on average, rollouts in hand."""
@@ -106,9 +107,7 @@ class Host:
             work=order.work,
             attempt=order.attempt,
             outcome=Scored(reward=float(reward), tokens=length, seconds=1.0, oldest_version=self.version),
-            tokens=tokens,
-            logprobs=logprobs,
-            spans=((self.version, 0, length),),
+            payload=pack(tokens, logprobs, ((self.version, 0, length),), truncated=False),
         )
 
     def _say(self, role: m.Role, message: m.ToAllocator) -> float:

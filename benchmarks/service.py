@@ -32,6 +32,7 @@ from gvm_stream.config_file import agreed_values, load_config
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.codec import decode_to_peer, encode
 from gvm_stream.wire.link import identity_of
+from gvm_stream.wire.payload import pack
 from tests.counting_learner import STATS
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic.toml"
@@ -48,9 +49,7 @@ def prepared(payload_bytes: int) -> tuple[bytearray, int, int]:
         work=PLACE + 1,
         attempt=0,
         outcome=Scored(reward=1.0, tokens=tokens, seconds=0.5, oldest_version=0, newest_version=0),
-        tokens=bytes(4 * tokens),
-        logprobs=bytes(4 * tokens),
-        spans=((0, 0, tokens),),
+        payload=pack(bytes(4 * tokens), bytes(4 * tokens), ((0, 0, tokens),), truncated=False),
     )
     frame = bytearray(encode(m.Rollouts(seq=PLACE, rollouts=(rollout,))))
     return frame, frame.index(PLACE.to_bytes(4, "big")), frame.index((PLACE + 1).to_bytes(4, "big"))

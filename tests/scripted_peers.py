@@ -30,7 +30,7 @@ from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.link import identity_of
-from gvm_stream.wire.payload import fill, works_of
+from gvm_stream.wire.payload import fill, pack, works_of
 
 T = TypeVar("T", bound=m.Message)
 
@@ -73,9 +73,12 @@ def rollout_of(order: m.WorkOrder, *, reward: float = 1.0, tokens: int = 3, vers
         work=order.work,
         attempt=order.attempt,
         outcome=Scored(reward=reward, tokens=tokens, seconds=1.0, oldest_version=version),
-        tokens=np.full(tokens, order.work, "<i4").tobytes(),
-        logprobs=np.full(tokens, -0.5, "<f4").tobytes(),
-        spans=((version, 0, tokens),) if tokens else (),
+        payload=pack(
+            np.full(tokens, order.work, "<i4").tobytes(),
+            np.full(tokens, -0.5, "<f4").tobytes(),
+            ((version, 0, tokens),) if tokens else (),
+            truncated=False,
+        ),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from gvm_stream.allocator.spool import Changes, MemorySpool
 from gvm_stream.config import Config, LearnerSection, VerifierSection
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
-from gvm_stream.wire.payload import fill, works_of
+from gvm_stream.wire.payload import fill, pack, unpack, works_of
 from tests.scripted_peers import config, done, prompt_set, rollout_of
 
 
@@ -172,8 +173,15 @@ def test_rollouts_whose_visit_is_over_are_to_be_cancelled_and_their_results_are_
     assert d.state.conserved
 
 
-def changed(**changes: object) -> Callable[[m.Rollout], m.Rollout]:
-    return lambda rollout: msgspec.structs.replace(rollout, **changes)
+def changed(**changes: Any) -> Callable[[m.Rollout], m.Rollout]:  # noqa: ANN401
+    """Of its payload."""
+
+    def change(rollout: m.Rollout) -> m.Rollout:
+        p = unpack(rollout.payload)
+        parts = {"tokens": bytes(p.tokens), "logprobs": bytes(p.logprobs), "spans": p.spans, "truncated": p.truncated}
+        return msgspec.structs.replace(rollout, payload=pack(**{**parts, **changes}))
+
+    return change
 
 
 def with_outcome(**changes: object) -> Callable[[m.Rollout], m.Rollout]:
@@ -207,6 +215,8 @@ MALFORMED: list[tuple[Callable[[m.Rollout], m.Rollout], str]] = [
     (changed(spans=((0, 0, 2),)), "do not cover 3 tokens"),
     (changed(spans=((0, 0, 1), (1, 2, 3))), "do not follow one another"),
     (changed(spans=()), "do not cover 3 tokens"),
+    (changed(truncated=True), "truncated = False, and True in its payload"),
+    (lambda rollout: msgspec.structs.replace(rollout, payload=rollout.payload[:-1]), "cannot be read"),
     (with_outcome(reward=math.nan), "reward nan is not a finite number"),
     (with_outcome(tokens=-3), "-3 tokens"),
 ]
@@ -311,7 +321,7 @@ def test_prompts_with_verdicts_that_cannot_be_trusted_are_reported_and_quarantin
         d, peer = Desk(settings), producer()
         first, second, third, *_ = d.training(peer)
         d.tell(peer, rollout_of(first, reward=1.0))
-        d.tell(peer, msgspec.structs.replace(rollout_of(second, reward=0.0), tokens=rollout_of(first).tokens))
+        d.tell(peer, msgspec.structs.replace(rollout_of(second, reward=0.0), payload=rollout_of(first).payload))
         assert [flaky.prompt for flaky in d.state.flaky.report()] == [first.prompt]
         assert d.state.allocator.quarantined == ([first.prompt] if ask else [])
         unscorable = Unscorable(reason="verifier timeout", tokens=3, seconds=1.0)

@@ -34,8 +34,9 @@ from gvm_stream.producers.weights import weights_source
 from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.weights import checksum
 from gvm_stream.wire import messages as m
-from gvm_stream.wire.check import rollout_problem
+from gvm_stream.wire.check import open_rollout
 from gvm_stream.wire.link import open_link
+from gvm_stream.wire.payload import unpack
 from tests.doubles import (
     ENDLESS,
     IMPOSSIBLE,
@@ -103,7 +104,7 @@ class Stage:
             self.allocator.say(m.Received(seq=message.seq))
             for rollout in message.rollouts:
                 assert rollout.work not in found
-                assert rollout_problem(rollout) == ""
+                assert open_rollout(rollout)[1] == ""
                 found[rollout.work] = rollout
         return found
 
@@ -188,9 +189,10 @@ async def test_every_order_ends_as_exactly_one_rollout(tmp_path: Path) -> None:
     assert rewards == {1: 1.0, 2: 0.0, 4: 0.0, -5: 1.0}
     assert found[3].outcome == Failed(reason="the script says so", tokens=0)
     assert found[2].attempt == 1
-    assert found[1].tokens == text_tokens("42")
-    assert found[1].logprobs == np.full(2, -1.0, "<f4").tobytes()
-    assert found[1].spans == ((3, 0, 2),)
+    payload = unpack(found[1].payload)
+    assert payload.tokens == text_tokens("42")
+    assert payload.logprobs == np.full(2, -1.0, "<f4").tobytes()
+    assert payload.spans == ((3, 0, 2),)
     assert [work for work, r in found.items() if isinstance(r.outcome, Scored) and r.outcome.truncated] == [4]
 
 
@@ -353,7 +355,7 @@ async def test_newer_weights_end_the_wait_after_a_failed_load(tmp_path: Path) ->
         await stage.asked(version=0)
         stage.engine.unloadable = {1}
         stage.allocator.say(m.NewWeights(weights=stage.weights(1)), m.Work(orders=(order(1, "4", "4"),)))
-        assert (await stage.rollouts(1))[1].spans == ((0, 0, 1),)
+        assert unpack((await stage.rollouts(1))[1].payload).spans == ((0, 0, 1),)
         stage.allocator.say(m.NewWeights(weights=stage.weights(2)))
         assert await stage.allocator.receive() == m.Loaded(version=2)
         stage.allocator.say(m.Stop(reason="s", final=True))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from gvm_stream.allocator.types import Failed, Scored
 from gvm_stream.errors import WireError
 from gvm_stream.wire import codec
-from gvm_stream.wire.check import rollout_problem
+from gvm_stream.wire.check import open_rollout
 from gvm_stream.wire.messages import Heartbeat, Message, Rollout, ToAllocator, ToPeer
+from gvm_stream.wire.payload import pack
 from tests import wire_samples
 
 GOLDEN = Path(__file__).parent / "wire_golden"
@@ -131,9 +132,24 @@ def test_a_field_of_another_type_is_a_message_or_a_wire_error(name: str, data: s
 # --- check ---
 
 
-def rollout(count: int = 2, /, **changes: Any) -> Rollout:  # noqa: ANN401
-    outcome = Scored(reward=1.0, tokens=count, seconds=0.0, oldest_version=6)
-    return msgspec.structs.replace(wire_samples.ROLLOUT, **{"outcome": outcome, **changes})
+def rollout(
+    count: int = 2,
+    /,
+    *,
+    outcome: Scored | Failed | None = None,
+    tokens: bytes = wire_samples.TOKENS,
+    logprobs: bytes = wire_samples.LOGPROBS,
+    spans: tuple[tuple[int, int, int], ...] = ((6, 0, 1), (7, 1, 2)),
+) -> Rollout:
+    return msgspec.structs.replace(
+        wire_samples.ROLLOUT,
+        outcome=outcome or Scored(reward=1.0, tokens=count, seconds=0.0, oldest_version=6),
+        payload=pack(tokens, logprobs, spans, truncated=False),
+    )
+
+
+def rollout_problem(rollout: Rollout) -> str:
+    return open_rollout(rollout)[1]
 
 
 def test_a_rollout_whose_parts_fit_together_has_no_problem() -> None:

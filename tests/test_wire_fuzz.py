@@ -59,8 +59,10 @@ def anything_of(kind: Any) -> st.SearchStrategy[Any]:  # noqa: ANN401 (a type)
         float: st.floats(),
         str: st.text(max_size=20),
         bytes: st.binary(max_size=20),
+        memoryview: st.binary(max_size=20).map(lambda content: memoryview(content)),
         bool: st.booleans(),
         type(None): st.none(),
+        Any: st.recursive(st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5), st.lists, max_leaves=5),
     }[kind]
 
 

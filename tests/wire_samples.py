@@ -5,6 +5,7 @@ from __future__ import annotations
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 from gvm_stream.wire import messages as m
 from gvm_stream.wire import weight_messages as w
+from gvm_stream.wire.payload import pack
 
 WEIGHTS = m.WeightsInfo(
     version=7,
@@ -34,9 +35,7 @@ ROLLOUT = m.Rollout(
     work=11,
     attempt=1,
     outcome=Scored(reward=1.0, tokens=2, seconds=0.5, oldest_version=6, newest_version=7, energy=0.5),
-    tokens=TOKENS,
-    logprobs=LOGPROBS,
-    spans=((6, 0, 1), (7, 1, 2)),
+    payload=pack(TOKENS, LOGPROBS, ((6, 0, 1), (7, 1, 2)), truncated=False),
 )
 
 TO_ALLOCATOR: dict[str, m.ToAllocator] = {

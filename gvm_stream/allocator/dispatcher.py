@@ -45,8 +45,7 @@ from gvm_stream.config import Config
 from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
-from gvm_stream.wire.check import rollout_problem
-from gvm_stream.wire.payload import pack
+from gvm_stream.wire.check import open_rollout
 
 log = logging.getLogger(__name__)
 
@@ -132,17 +131,20 @@ class Dispatcher:
         """
         problems: list[str] = []
         results = []
-        scored: dict[tuple[int, int], tuple[m.Rollout, Scored]] = {}
+        payloads: dict[tuple[int, int], memoryview] = {}
         for rollout in rollouts:
             work, digest = rollout.work, 0
             outcome: Outcome = rollout.outcome
-            if problem := self._problem(rollout):
+            payload, problem = open_rollout(rollout)
+            if outcome.tokens > self._max_tokens:
+                problem = f"{outcome.tokens} tokens, sampling.max_tokens is {self._max_tokens}"
+            if problem:
                 problems.append(f"work {work} of {peer.label}: {problem}")
                 outcome = Failed(reason=problem, tokens=max(0, min(outcome.tokens, self._max_tokens)))
-            elif type(outcome) is Scored:
-                digest = xxhash.xxh3_64_intdigest(rollout.tokens)
-                scored.setdefault((work, rollout.attempt), (rollout, outcome))  # of two, the first one counts
-                if self._learner_measures and outcome.energy is not None:
+            elif payload is not None:
+                digest = xxhash.xxh3_64_intdigest(payload.tokens)
+                payloads.setdefault((work, rollout.attempt), rollout.payload)  # of two, the first one counts
+                if self._learner_measures and isinstance(outcome, Scored) and outcome.energy is not None:
                     outcome = msgspec.structs.replace(outcome, energy=None)
             elif type(outcome) is Cancelled and stopping:
                 outcome = Expired(reason="the run was interrupted", tokens=outcome.tokens)
@@ -151,9 +153,7 @@ class Dispatcher:
         entry = Reported(peer.key, peer.heard, tuple(results), seconds)
         effects = self.state.apply_reported(entry)
         self._note(entry)
-        for work, attempt in effects.kept:
-            kept, verdict = scored[work, attempt]
-            self._changes.rollouts.append((work, pack(kept, truncated=verdict.truncated)))
+        self._changes.rollouts += [(key[0], payloads[key]) for key in effects.kept]
         self._take_effect(effects)
         return problems
 
@@ -225,11 +225,6 @@ class Dispatcher:
         self._note(entry)
 
     # --- inside ---
-
-    def _problem(self, rollout: m.Rollout) -> str:
-        if rollout.outcome.tokens > self._max_tokens:
-            return f"{rollout.outcome.tokens} tokens, sampling.max_tokens is {self._max_tokens}"
-        return rollout_problem(rollout)
 
     def _note(self, entry: Entry) -> None:
         if not self._durable:

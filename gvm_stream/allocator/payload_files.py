@@ -47,7 +47,7 @@ class PayloadFiles:
             if not (path.name.isdigit() and int(path.name) in live):
                 path.unlink()
 
-    def append(self, payloads: Sequence[bytes]) -> list[Place]:
+    def append(self, payloads: Sequence[bytes | memoryview]) -> list[Place]:
         """Write them to the disk. They are kept only if `keep` is called, and given up by the next `append` if not."""
         if not payloads:
             return []
@@ -122,7 +122,7 @@ class PayloadFiles:
         return self._folder / f"{file:08d}"
 
 
-def _write(file: int, payloads: Sequence[bytes], start: int) -> None:
+def _write(file: int, payloads: Sequence[bytes | memoryview], start: int) -> None:
     """All of them from `start` on, one after the other."""
     for first in range(0, len(payloads), _BUFFERS):
         part = payloads[first : first + _BUFFERS]

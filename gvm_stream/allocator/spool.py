@@ -65,12 +65,16 @@ def _sealed(content: bytes) -> bytes:
     return xxhash.xxh3_64_digest(content) + content
 
 
+Payload = bytes | memoryview
+"""Those that have just come are views of the message that they came in."""
+
+
 class Changes(msgspec.Struct, kw_only=True):
     """What one turn of the allocator changes, in this order."""
 
     journal: list[bytes] = []
     """Entries, appended."""
-    rollouts: list[tuple[int, bytes]] = []
+    rollouts: list[tuple[int, Payload]] = []
     """Payload of each work."""
     settled: list[tuple[int, bytes, tuple[int, ...]]] = []
     """Step, batch without payloads, works of its rollouts. Steps grow."""
@@ -96,7 +100,7 @@ class Spool(Protocol):
     def commit(self, turns: Sequence[Changes]) -> None:
         """All of them or, with an error, none."""
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, bytes]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
         """Payloads of those works that have one."""
 
     def batch(self, step: int) -> bytes | None:
@@ -112,7 +116,7 @@ class MemorySpool:
     """Keeps payloads and batches for as long as the process lives, and nothing to start again from. Never blocks."""
 
     def __init__(self) -> None:
-        self._rollouts: dict[int, bytes] = {}
+        self._rollouts: dict[int, Payload] = {}
         self._batches: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self._size = 0
 
@@ -131,7 +135,7 @@ class MemorySpool:
                 for step in [step for step in self._batches if step < turn.covered]:
                     self._forget(self._batches.pop(step)[1])
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, bytes]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
         return {work: self._rollouts[work] for work in works if work in self._rollouts}
 
     def batch(self, step: int) -> bytes | None:
@@ -163,7 +167,7 @@ class SqliteSpool:
         Raises `StreamError` if another process has it, if it is damaged, of another format or cannot be opened.
         """
         self._path = path
-        self._recent: dict[int, bytes] = {}
+        self._recent: dict[int, Payload] = {}
         self._recent_bytes = 0
         self._payload_bytes = 0
         """Of the payloads that are needed."""
@@ -187,7 +191,7 @@ class SqliteSpool:
         journal: list[bytes] = []
         snapshot: bytes | None = None
         covered = 0
-        stored: dict[int, bytes] = {}
+        stored: dict[int, Payload] = {}
         forgotten: list[int] = []
         batches: list[tuple[int, str, bytes]] = []
         for turn in turns:
@@ -224,7 +228,7 @@ class SqliteSpool:
         self._payload_bytes += sum(place.length for place in places) - sum(length for _, length in gone)
         self._remember(stored, forgotten)
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, bytes]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
         found = {work: self._recent[work] for work in works if work in self._recent}
         self._forget_recent(found)
         if len(found) < len(works):
@@ -293,7 +297,7 @@ class SqliteSpool:
                     f"bytes, expected {end})"
                 )
 
-    def _store(self, stored: dict[int, bytes], places: list[Place]) -> None:
+    def _store(self, stored: dict[int, Payload], places: list[Place]) -> None:
         # Few statements of many rows: at each step of a statement this thread gives up the GIL, and has to wait for it
         # while the event loop is busy.
         rows = [
@@ -317,7 +321,7 @@ class SqliteSpool:
             raise StreamError(f"spool {self._path} cannot be read: it is damaged (a checksum is wrong)")
         return content
 
-    def _remember(self, stored: dict[int, bytes], forgotten: Sequence[int]) -> None:
+    def _remember(self, stored: dict[int, Payload], forgotten: Sequence[int]) -> None:
         self._forget_recent(stored)
         self._recent.update(stored)
         self._recent_bytes += sum(map(len, stored.values()))

@@ -159,6 +159,6 @@ class Writer:
             return read(argument)
         return await trio.to_thread.run_sync(read, argument)
 
-    def _try_send(self, identity: bytes, *frames: bytes) -> None:
+    def _try_send(self, identity: bytes, *frames: bytes | memoryview) -> None:
         if not self._socket.try_send([identity, *frames]):
             self._broker.unreachable(identity, trio.current_time())

@@ -29,6 +29,7 @@ from gvm_stream.verify.pool import VerifierPool
 from gvm_stream.verify.verdict import Verdict, VerdictScored, VerifyItem
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.link import Link
+from gvm_stream.wire.payload import pack
 
 log = logging.getLogger(__name__)
 
@@ -273,9 +274,12 @@ class Session:
                 truncated=completion.finish == "length",
                 energy=energy_proxy(completion.logprobs),
             ),
-            tokens=completion.tokens.astype("<i4").tobytes(),
-            logprobs=completion.logprobs.astype("<f4").tobytes(),
-            spans=completion.spans,
+            payload=pack(
+                completion.tokens.astype("<i4").tobytes(),
+                completion.logprobs.astype("<f4").tobytes(),
+                completion.spans,
+                truncated=completion.finish == "length",
+            ),
         )
 
     def _ended(self, order: Order, completion: Completion) -> m.Rollout:

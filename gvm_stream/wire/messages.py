@@ -14,7 +14,7 @@ import msgspec
 
 from gvm_stream.allocator.types import Cancelled, Failed, Scored, Unscorable
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 Role = Literal["producer", "learner", "observer"]
 
@@ -88,12 +88,9 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     work: int
     attempt: int
     outcome: Scored | Unscorable | Cancelled | Failed
-    tokens: bytes = b""
-    """Response token ids, int32 [T], the end token included when there was one. Empty unless scored."""
-    logprobs: bytes = b""
-    """Log-probs of those tokens under the distribution they were sampled from (temperature included), float32 [T]."""
-    spans: tuple[tuple[int, int, int], ...] = ()
-    """(policy version, start, end): which version sampled which tokens."""
+    payload: memoryview = memoryview(b"")
+    """What a learner needs of it, as `wire.payload.pack` makes it; empty unless scored. A view: it passes through the
+    allocator without being copied."""
 
 
 class Rollouts(Message, tag="rollouts", frozen=True, kw_only=True):

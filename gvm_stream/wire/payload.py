@@ -1,6 +1,6 @@
-"""What a learner needs of a rollout and the allocator does not: packed once, then passed on as it is.
+"""What a learner needs of a rollout and the allocator does not: packed once, by the producer, then passed on as it is.
 
-The allocator keeps it as bytes, and sends it in a frame of its own behind the batch that it belongs to.
+The allocator looks at it, keeps it as bytes, and sends it in a frame of its own behind the batch that it belongs to.
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ from collections.abc import Sequence
 import msgspec
 
 from gvm_stream.errors import WireError
-from gvm_stream.wire.messages import Batch, Rollout, TrainRollout
+from gvm_stream.wire.messages import Batch, TrainRollout
+
+Span = tuple[int, int, int]
+"""(policy version, start, end): which version sampled which tokens."""
 
 
-class Payload(msgspec.Struct, frozen=True, array_like=True):
-    tokens: bytes
-    logprobs: bytes
-    spans: tuple[tuple[int, int, int], ...]
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of a scored rollout. Its arrays are views of what it was unpacked from."""
+
+    tokens: memoryview
+    """Response token ids, int32 [T], the end token included when there was one."""
+    logprobs: memoryview
+    """Log-probs of those tokens under the distribution they were sampled from (temperature included), float32 [T]."""
+    spans: tuple[Span, ...]
     truncated: bool
 
 
@@ -24,8 +31,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Payload)
 
 
-def pack(rollout: Rollout, *, truncated: bool) -> bytes:
-    return _encoder.encode(Payload(rollout.tokens, rollout.logprobs, rollout.spans, truncated))
+def pack(tokens: bytes, logprobs: bytes, spans: tuple[Span, ...], *, truncated: bool) -> memoryview:
+    return memoryview(_encoder.encode(Payload(memoryview(tokens), memoryview(logprobs), spans, truncated)))
+
+
+def unpack(payload: bytes | memoryview) -> Payload:
+    """Raises msgspec.MsgspecError for what is not one."""
+    return _decoder.decode(payload)
 
 
 def works_of(batch: Batch) -> list[int]:
@@ -33,7 +45,7 @@ def works_of(batch: Batch) -> list[int]:
     return [rollout.work for group in batch.groups for rollout in group.rollouts]
 
 
-def fill(batch: Batch, payloads: Sequence[bytes]) -> Batch:
+def fill(batch: Batch, payloads: Sequence[bytes | memoryview]) -> Batch:
     """The batch with the payloads of its rollouts, in their order. Raises WireError if they do not fit."""
     if len(payloads) != (expected := len(works_of(batch))):
         raise WireError(f"batch {batch.step} came with {len(payloads)} payloads, expected {expected}")
@@ -41,10 +53,12 @@ def fill(batch: Batch, payloads: Sequence[bytes]) -> Batch:
 
     def filled(rollout: TrainRollout) -> TrainRollout:
         try:
-            p = _decoder.decode(next(rest))
+            p = unpack(next(rest))
         except msgspec.MsgspecError as error:
             raise WireError(f"the payload of work {rollout.work} cannot be read: {error}") from error
-        return replace(rollout, tokens=p.tokens, logprobs=p.logprobs, spans=p.spans, truncated=p.truncated)
+        return replace(
+            rollout, tokens=bytes(p.tokens), logprobs=bytes(p.logprobs), spans=p.spans, truncated=p.truncated
+        )
 
     groups = (replace(group, rollouts=tuple(map(filled, group.rollouts))) for group in batch.groups)
     return replace(batch, groups=tuple(groups))
