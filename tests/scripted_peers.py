@@ -30,7 +30,7 @@ from gvm_stream.data.prompts import Prompt, PromptSet
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.link import identity_of
-from gvm_stream.wire.payload import fill, pack, works_of
+from gvm_stream.wire.payload import fill, frames_of, pack, works_of
 
 T = TypeVar("T", bound=m.Message)
 
@@ -432,7 +432,7 @@ class Stage:
     def _filled(self, batch: m.Batch) -> m.Batch:
         works = works_of(batch)
         payloads = self.disk.rollouts(works)
-        return fill(batch, [payloads[work] for work in works])
+        return fill(batch, [*frames_of(payloads[work] for work in works)])
 
 
 def ready(config: Config, **slots: int) -> tuple[Stage, Learner, list[Producer]]:

@@ -18,7 +18,7 @@ from gvm_stream.allocator.spool import Changes, MemorySpool
 from gvm_stream.config import Config, LearnerSection, VerifierSection
 from gvm_stream.metrics import Metrics
 from gvm_stream.wire import messages as m
-from gvm_stream.wire.payload import fill, pack, unpack, works_of
+from gvm_stream.wire.payload import fill, frames_of, pack, unpack, works_of
 from tests.scripted_peers import config, done, prompt_set, rollout_of
 
 
@@ -57,7 +57,7 @@ class Desk:
         batch = self.work.batch(step)
         assert batch is not None
         payloads = self.spool.rollouts(works_of(batch))
-        return fill(batch, [payloads[work] for work in works_of(batch)])
+        return fill(batch, [*frames_of(payloads[work] for work in works_of(batch))])
 
     def counted(self, name: str) -> float:
         return self.metrics.registry.get_sample_value(name) or 0.0

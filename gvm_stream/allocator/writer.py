@@ -21,7 +21,7 @@ from gvm_stream.allocator.spool import Changes, MemorySpool, Spool
 from gvm_stream.errors import StreamError
 from gvm_stream.wire import messages as m
 from gvm_stream.wire.codec import encode
-from gvm_stream.wire.payload import works_of
+from gvm_stream.wire.payload import frames_of, works_of
 from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
@@ -152,13 +152,13 @@ class Writer:
     async def _send_batch(self, identity: bytes, batch: m.Batch) -> None:
         works = works_of(batch)
         payloads = await self._read(self._spool.rollouts, works)
-        self._try_send(identity, encode(batch), *(payloads[work] for work in works))
+        self._try_send(identity, encode(batch), *frames_of(payloads[work] for work in works))
 
     async def _read(self, read: Callable[[A], R], argument: A) -> R:
         if self._in_memory:
             return read(argument)
         return await trio.to_thread.run_sync(read, argument)
 
-    def _try_send(self, identity: bytes, *frames: bytes | memoryview) -> None:
+    def _try_send(self, identity: bytes, *frames: bytes) -> None:
         if not self._socket.try_send([identity, *frames]):
             self._broker.unreachable(identity, trio.current_time())

@@ -1,4 +1,4 @@
-"""Bytes to messages and back. One message is one frame, behind a batch may be those of its payloads; anything else is a
+"""Bytes to messages and back. One message is one frame, behind a batch may be those with its payloads; all else is a
 `WireError`, counted by whoever reads."""
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ def decode_to_allocator(frames: list[bytes]) -> ToAllocator:
 
 def decode_to_peer(frames: list[bytes]) -> ToPeer:
     message = _decode(_to_peer, frames[:1])
-    payloads = frames[1:]
-    if not payloads:
+    if len(frames) == 1:
         return message
     if not isinstance(message, Batch):
         raise WireError(f"{type(message).__name__} is one frame, got {len(frames)}")
-    return fill(message, payloads)
+    return fill(message, frames[1:])
 
 
 def decode_to_weight_server(frames: list[bytes]) -> ToWeightServer:

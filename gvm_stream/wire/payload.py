@@ -1,11 +1,11 @@
 """What a learner needs of a rollout and the allocator does not: packed once, by the producer, then passed on as it is.
 
-The allocator looks at it, keeps it as bytes, and sends it in a frame of its own behind the batch that it belongs to.
+The allocator looks at it, keeps it as bytes, and sends it in the frames behind the batch that it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -27,8 +27,12 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
     truncated: bool
 
 
+FRAME_BYTES = 256 * 2**10
+"""Of payloads that share a frame, about: small ones cost more to send one by one than to copy once more."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Payload)
+_frame_decoder = msgspec.msgpack.Decoder(list[memoryview])
 
 
 def pack(tokens: bytes, logprobs: bytes, spans: tuple[Span, ...], *, truncated: bool) -> memoryview:
@@ -45,8 +49,26 @@ def works_of(batch: Batch) -> list[int]:
     return [rollout.work for group in batch.groups for rollout in group.rollouts]
 
 
-def fill(batch: Batch, payloads: Sequence[bytes | memoryview]) -> Batch:
-    """The batch with the payloads of its rollouts, in their order. Raises WireError if they do not fit."""
+def frames_of(payloads: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+    """To be sent behind a batch."""
+    group: list[bytes | memoryview] = []
+    size = 0
+    for payload in payloads:
+        group.append(payload)
+        size += len(payload)
+        if size >= FRAME_BYTES:
+            yield _encoder.encode(group)
+            group, size = [], 0
+    if group:
+        yield _encoder.encode(group)
+
+
+def fill(batch: Batch, frames: Sequence[bytes]) -> Batch:
+    """The batch with the payloads of its rollouts, from the frames behind it. Raises WireError if they do not fit."""
+    try:
+        payloads = [payload for frame in frames for payload in _frame_decoder.decode(frame)]
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the payloads of batch {batch.step} cannot be read: {error}") from error
     if len(payloads) != (expected := len(works_of(batch))):
         raise WireError(f"batch {batch.step} came with {len(payloads)} payloads, expected {expected}")
     rest, replace = iter(payloads), msgspec.structs.replace

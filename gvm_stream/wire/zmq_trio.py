@@ -80,7 +80,7 @@ class ZmqSocket:
             self._wake_sleepers()
             return
 
-    def try_send(self, frames: Iterable[bytes | memoryview]) -> bool:
+    def try_send(self, frames: Iterable[bytes]) -> bool:
         """Queue one message without waiting; False if the peer is gone or does not read.
 
         For ROUTER sockets, where `send` could not wait: POLLOUT says nothing about a single peer.
