@@ -25,7 +25,7 @@ async def serve(address: str) -> None:
         bind_router(context, address, "address", stream=StreamSection(address=address), server="allocator")
     ) as socket:
         while True:
-            for identity, *content in await socket.recv_batch(BATCH):
+            for identity, content in await socket.recv_requests(BATCH):
                 message = decode_to_allocator(content)
                 seq = message.seq if isinstance(message, Rollouts) else 0
                 socket.try_send([identity, encode(Received(seq=seq))])

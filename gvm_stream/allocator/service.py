@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import trio
 
@@ -35,15 +36,14 @@ async def serve(broker: Broker, socket: ZmqSocket, spool: Spool, stop: trio.Even
 
 async def receive_messages(broker: Broker, socket: ZmqSocket, writer: Writer) -> None:
     while True:
-        for frames in await socket.recv_batch(BATCH):
-            handle(broker, frames)
+        for identity, content in await socket.recv_requests(BATCH):
+            handle(broker, identity, content)
         broker.advance(trio.current_time())
         await writer.put()
 
 
-def handle(broker: Broker, frames: list[bytes]) -> None:
+def handle(broker: Broker, identity: bytes, content: Sequence[bytes | memoryview]) -> None:
     """Hand one message to the broker; one that cannot be read is counted and dropped."""
-    identity, *content = frames
     try:
         message = decode_to_allocator(content)
     except WireError as error:

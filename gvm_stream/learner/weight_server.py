@@ -36,7 +36,7 @@ def answer(folder: Path, request: ChunkRequest) -> Message:
 
 async def serve(folder: Path, socket: ZmqSocket) -> None:
     while True:
-        identity, *content = await socket.recv()
+        ((identity, content),) = await socket.recv_requests(1)
         try:
             request = decode_to_weight_server(content)
         except WireError:

@@ -124,7 +124,7 @@ class NcclSender:
     async def serve(self, socket: ZmqSocket) -> None:
         async with trio.open_nursery() as nursery:
             while True:
-                identity, *content = await socket.recv()
+                ((identity, content),) = await socket.recv_requests(1)
                 try:
                     message = decode_to_nccl_sender(content)
                 except WireError:

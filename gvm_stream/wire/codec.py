@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from gvm_stream.wire.payload import fill
 from gvm_stream.wire.weight_messages import FromNcclSender, FromWeightServer, ToNcclSender, ToWeightServer
 
 T = TypeVar("T")
+Frame = bytes | memoryview
 
 _encoder = msgspec.msgpack.Encoder()
 _to_allocator = msgspec.msgpack.Decoder(ToAllocator)
@@ -27,7 +29,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_allocator(frames: list[bytes]) -> ToAllocator:
+def decode_to_allocator(frames: Sequence[Frame]) -> ToAllocator:
     return _decode(_to_allocator, frames)
 
 
@@ -40,7 +42,7 @@ def decode_to_peer(frames: list[bytes]) -> ToPeer:
     return fill(message, frames[1:])
 
 
-def decode_to_weight_server(frames: list[bytes]) -> ToWeightServer:
+def decode_to_weight_server(frames: Sequence[Frame]) -> ToWeightServer:
     return _decode(_to_weight_server, frames)
 
 
@@ -48,7 +50,7 @@ def decode_from_weight_server(frames: list[bytes]) -> FromWeightServer:
     return _decode(_from_weight_server, frames)
 
 
-def decode_to_nccl_sender(frames: list[bytes]) -> ToNcclSender:
+def decode_to_nccl_sender(frames: Sequence[Frame]) -> ToNcclSender:
     return _decode(_to_nccl_sender, frames)
 
 
@@ -56,7 +58,7 @@ def decode_from_nccl_sender(frames: list[bytes]) -> FromNcclSender:
     return _decode(_from_nccl_sender, frames)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frames: list[bytes]) -> T:
+def _decode(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[Frame]) -> T:
     if len(frames) != 1:
         raise WireError(f"a message is one frame, got {len(frames)}")
     try:

@@ -15,12 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self, final
+from typing import Self, TypeVar, final
 
 import trio
 import zmq
 
 Frames = list[bytes]
+Request = tuple[bytes, list[memoryview]]
+"""Who sent it, and its frames as views: nothing is copied."""
+
+T = TypeVar("T")
+
+# pyzmq's own `send_multipart` and `recv_multipart` make enumerations at every frame, for longer than a frame takes to
+# send.
+_NOW = int(zmq.DONTWAIT)
+_NOW_AND_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_ZERO_COPY_BYTES = 64 * 2**10
 
 
 @final
@@ -43,12 +53,19 @@ class ZmqSocket:
 
     async def recv_batch(self, limit: int) -> list[Frames]:
         """Wait for one message, then take up to `limit` that are already here: one checkpoint per batch."""
+        return await self._take(limit, self._receive_into)
+
+    async def recv_requests(self, limit: int) -> list[Request]:
+        """The same, of a ROUTER."""
+        return await self._take(limit, self._request_into)
+
+    async def _take(self, limit: int, receive_into: Callable[[list[T]], None]) -> list[T]:
         await trio.lowlevel.checkpoint()
-        batch: list[Frames] = []
+        batch: list[T] = []
         while not batch:
             try:
                 for _ in range(limit):
-                    self._receive_into(batch)
+                    receive_into(batch)
             except zmq.Again:
                 if not batch:
                     await self._wait_for(zmq.POLLIN)
@@ -66,6 +83,22 @@ class ZmqSocket:
         content = self._socket.recv_multipart(zmq.DONTWAIT)
         if self._admits(identity):
             batch.append([identity.bytes, *content])
+
+    def _request_into(self, batch: list[Request]) -> None:
+        socket, admits = self._socket, self._admits
+        admitted = True
+        if admits is None:
+            identity = socket.recv(_NOW)
+        else:
+            first = socket.recv(_NOW, copy=False)
+            identity, admitted = first.bytes, admits(first)
+        frame = socket.recv(_NOW, copy=False)
+        content = [frame.buffer]
+        while frame.more:
+            frame = socket.recv(_NOW, copy=False)
+            content.append(frame.buffer)
+        if admitted:
+            batch.append((identity, content))
 
     async def send(self, frames: Iterable[bytes]) -> None:
         """Queue one message, waiting while the high-water mark is reached (that wait is the backpressure)."""
@@ -85,8 +118,11 @@ class ZmqSocket:
 
         For ROUTER sockets, where `send` could not wait: POLLOUT says nothing about a single peer.
         """
+        *parts, last = frames
         try:
-            self._socket.send_multipart(list(frames), zmq.DONTWAIT)
+            for part in parts:
+                self._socket.send(part, _NOW_AND_MORE, copy=len(part) < _ZERO_COPY_BYTES)
+            self._socket.send(last, _NOW, copy=len(last) < _ZERO_COPY_BYTES)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
