@@ -62,7 +62,8 @@ class Peer:
         lease = self.leases.get(work)
         if lease is not None and lease.attempt == attempt:
             del self.leases[work]
-        self.owed.discard((work, attempt))
+        if self.owed:
+            self.owed.discard((work, attempt))
 
     def lose(self, lease: Lease) -> None:
         """Its lease has expired."""

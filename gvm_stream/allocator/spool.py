@@ -126,9 +126,8 @@ class MemorySpool:
     def commit(self, turns: Sequence[Changes]) -> None:
         for turn in turns:
             for work, payload in turn.rollouts:
-                self._forget([work])
+                self._size += len(payload) - len(self._rollouts.get(work, b""))
                 self._rollouts[work] = payload
-                self._size += len(payload)
             self._batches.update((step, (content, works)) for step, content, works in turn.settled)
             self._forget(turn.forget)
             if turn.covered is not None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 import trio
@@ -26,14 +25,14 @@ from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A")
-R = TypeVar("R")
-
 MOST_WAITING_BYTES = 256 << 20
 """Payload of turns that are not on disk yet. Beyond it no message is read, and the producers' sends wait."""
 
 OBSERVER = b"observer/"
 """How the identity of one begins."""
+
+Batches = list[tuple[bytes, list[bytes]]]
+"""(learner, frames)."""
 
 _batch = msgspec.msgpack.Decoder(m.Batch)
 
@@ -59,8 +58,13 @@ class Writer:
         self._in_memory = isinstance(spool, MemorySpool)
         self._waiting: deque[Turn] = deque()
         self._bytes = 0
+        self._spool_bytes = 0
+        self._unsent = 0
+        """Turns that have been put and not been sent."""
         self._news, self._room, self._idle = trio.Event(), trio.Event(), trio.Event()
         self._idle.set()
+        # While what is written is sent, the next commit is under way.
+        self._write_out, self._written = trio.open_memory_channel[list[tuple[Turn, Batches]]](1)
         self._broken = False
         """The spool has failed: nothing more is written, and nobody is told of what is not."""
 
@@ -73,13 +77,18 @@ class Writer:
         self._send(watched)
         turn = Turn(broker.work.take_changes(snapshot=snapshot), outbox, tuple(broker.replays))
         broker.replays.clear()
-        if self._in_memory or self._broken:
-            await self._finish([turn])
+        if self._broken:
+            self._send_stops([turn])
+        elif self._in_memory:
+            for pair in self._store([turn]):
+                self._deliver(*pair)
+            broker.spool_bytes = self._spool_bytes
         elif turn.changes is None and not turn.has_batch and self._idle.is_set():
             self._send(turn.outbox)
         else:
             self._waiting.append(turn)
             self._bytes += turn.nbytes
+            self._unsent += 1
             broker.spool_waiting = len(self._waiting)
             self._idle = trio.Event() if self._idle.is_set() else self._idle
             self._news.set()
@@ -88,6 +97,17 @@ class Writer:
 
     async def run(self) -> None:
         """Write and send, for ever."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._write_all)
+            nursery.start_soon(self._send_all)
+
+    async def drain(self) -> None:
+        """Until everything is written and sent."""
+        await self._idle.wait()
+
+    # --- loops ---
+
+    async def _write_all(self) -> None:
         while True:
             await self._news.wait()
             self._news = trio.Event()
@@ -97,46 +117,66 @@ class Writer:
                 self._bytes, room = 0, self._room
                 self._room = trio.Event()
                 room.set()
-                await self._finish(turns)
+                await self._write(turns)
                 self._broker.spool_waiting = len(self._waiting)
-            self._idle.set()
 
-    async def drain(self) -> None:
-        """Until everything is written and sent."""
-        await self._idle.wait()
-
-    async def _finish(self, turns: Sequence[Turn]) -> None:
+    async def _write(self, turns: list[Turn]) -> None:
         if not self._broken:
             try:
-                await self._write([turn.changes for turn in turns if turn.changes is not None])
-                for turn in turns:
-                    await self._deliver(turn)
-                return
+                pairs = await trio.to_thread.run_sync(self._store, turns)
             except StreamError as error:
                 self._broken = True
                 self._broker.fail(str(error), trio.current_time())
-        for turn in turns:
-            self._send(out for out in turn.outbox if isinstance(out[1], m.Stop))
+            else:
+                await self._write_out.send(pairs)
+                return
+        self._send_stops(turns)
+        self._count_sent(len(turns))
 
-    async def _write(self, changes: Sequence[Changes]) -> None:
-        if not changes:
-            return
-        if self._in_memory:
-            self._broker.spool_bytes = self._commit(changes)
-        else:
-            self._broker.spool_bytes = await trio.to_thread.run_sync(self._commit, changes)
+    async def _send_all(self) -> None:
+        async for pairs in self._written:
+            for pair in pairs:
+                self._deliver(*pair)
+            self._broker.spool_bytes = self._spool_bytes
+            self._count_sent(len(pairs))
 
-    def _commit(self, changes: Sequence[Changes]) -> int:
-        self._spool.commit(changes)
-        return self._spool.size()
+    def _count_sent(self, turns: int) -> None:
+        self._unsent -= turns
+        if not self._unsent:
+            self._idle.set()
 
-    async def _deliver(self, turn: Turn) -> None:
-        self._send(turn.outbox)
+    # --- in a thread of its own, but for a spool in memory ---
+
+    def _store(self, turns: Sequence[Turn]) -> list[tuple[Turn, Batches]]:
+        """Write them down, and put the batches that they hand out together."""
+        changes = [turn.changes for turn in turns if turn.changes is not None]
+        if changes:
+            self._spool.commit(changes)
+            self._spool_bytes = self._spool.size()
+        return [(turn, self._batches_of(turn)) for turn in turns]
+
+    def _batches_of(self, turn: Turn) -> Batches:
+        batches = []
         for identity, step in turn.replays:
-            await self._send_settled(identity, step)
+            content = self._spool.batch(step)
+            if content is not None:  # else a checkpoint has it by now
+                batches.append((identity, self._framed(_batch.decode(content))))
         for identity, message in turn.outbox:
             if isinstance(message, m.Batch):
-                await self._send_batch(identity, message)
+                batches.append((identity, self._framed(message)))
+        return batches
+
+    def _framed(self, batch: m.Batch) -> list[bytes]:
+        works = works_of(batch)
+        payloads = self._spool.rollouts(works)
+        return [encode(batch), *frames_of(payloads[work] for work in works)]
+
+    # --- sending ---
+
+    def _deliver(self, turn: Turn, batches: Batches) -> None:
+        self._send(turn.outbox)
+        for identity, frames in batches:
+            self._try_send(identity, *frames)
 
     def _send(self, outbox: Iterable[tuple[bytes, m.ToPeer]]) -> None:
         """All but batches."""
@@ -144,20 +184,10 @@ class Writer:
             if not isinstance(message, m.Batch):
                 self._try_send(identity, encode(message))
 
-    async def _send_settled(self, identity: bytes, step: int) -> None:
-        content = await self._read(self._spool.batch, step)
-        if content is not None:  # else a checkpoint has it by now
-            await self._send_batch(identity, _batch.decode(content))
-
-    async def _send_batch(self, identity: bytes, batch: m.Batch) -> None:
-        works = works_of(batch)
-        payloads = await self._read(self._spool.rollouts, works)
-        self._try_send(identity, encode(batch), *frames_of(payloads[work] for work in works))
-
-    async def _read(self, read: Callable[[A], R], argument: A) -> R:
-        if self._in_memory:
-            return read(argument)
-        return await trio.to_thread.run_sync(read, argument)
+    def _send_stops(self, turns: Sequence[Turn]) -> None:
+        """Of turns that cannot be written down."""
+        for turn in turns:
+            self._send(out for out in turn.outbox if isinstance(out[1], m.Stop))
 
     def _try_send(self, identity: bytes, *frames: bytes) -> None:
         if not self._socket.try_send([identity, *frames]):
