@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
-from gvm_stream.config import Config, MetricsSection, StreamSection
+from gvm_stream.config import Config, MetricsSection, ProducerSection, StreamSection
 from gvm_stream.config_file import load_config
-from gvm_stream.doctor import content, machine, network
+from gvm_stream.doctor import content, engines, machine, network
 from gvm_stream.errors import ConfigError
 from gvm_stream.wire.keys import create_keys, fingerprint, load_pair
 from tests.doubles import mounted
@@ -335,3 +336,22 @@ def test_data_that_is_not_there_fails(tmp_path: Path) -> None:
 
 def test_a_long_data_set_is_looked_at_in_part(config: Config) -> None:
     assert "train: 1,000 of the first 1,000 rows usable" in content.data(config).found
+
+
+def test_an_engine_that_is_not_installed_fails_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(engines, "version", missing)
+    finding = engines.engine(ProducerSection(engine="vllm"))
+    assert (finding.result, finding.found) == ("fail", 'producer.engine = "vllm", and vLLM is not installed')
+    assert "gvm-stream[vllm]" in finding.advice
+    assert engines.engine(ProducerSection()).result == "ok"
+
+
+def test_servers_that_do_not_answer_or_are_something_else_are_named(taken: int) -> None:
+    nobody = free_address().replace("tcp", "http")
+    finding = engines.engine(ProducerSection(engine="vllm-server", servers=(nobody, f"http://127.0.0.1:{taken}")))
+    assert finding.result == "fail"
+    assert f"no vLLM at {nobody} (" in finding.found
+    assert f", http://127.0.0.1:{taken} (" in finding.found

@@ -30,7 +30,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 def checks(config: Config | None) -> Mapping[str, Check]:
     """All checks by name; without a configuration those of the machine."""
     from gvm_stream.config_verifier import used_kinds
-    from gvm_stream.doctor import content, machine, network
+    from gvm_stream.doctor import content, engines, machine, network
 
     devices = (config.learner.device, config.producer.device) if config else ()
     runs_programs = config is not None and "code" in used_kinds(config.verifier)
@@ -53,6 +53,7 @@ def checks(config: Config | None) -> Mapping[str, Check]:
         "allocator": lambda: network.address("stream.address", stream.address),
         "keys": lambda: network.keys(stream),
         "metrics": lambda: network.metrics_port(config.metrics),
+        "engine": lambda: engines.engine(config.producer),
         "model": lambda: content.model(config.model.path),
         "memory": lambda: content.memory(config),
         "disk": lambda: machine.run_folder(Path(run.dir), content.disk_needed(config)),
