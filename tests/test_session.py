@@ -238,6 +238,8 @@ async def test_at_the_end_work_in_hand_goes_back_with_its_tokens_before_the_good
             stage.allocator.say(m.Stop(reason="interrupted", final=False))
         else:
             stage.leave.set()
+            # Before anything goes back: it would be handed out again to the same producer at once.
+            assert await stage.allocator.receive() == m.Ask(slots=0, version=0)
         outcomes = [rollout.outcome for rollout in (await stage.rollouts(3)).values()]
         reason = "interrupted" if how == "stop" else "producer leaves"
         goodbye = await stage.allocator.receive()
@@ -257,6 +259,7 @@ async def test_an_order_that_crosses_the_farewell_goes_back_too(tmp_path: Path) 
         stage.engine.after[4] = lambda: trio.from_thread.run_sync(
             stage.allocator.say, m.Work(orders=(order(2, ENDLESS),))
         )
+        assert await stage.allocator.receive() == m.Ask(slots=0, version=0)
         found: dict[int, m.Rollout] = {}
         while not isinstance(message := await stage.allocator.receive(), m.Goodbye):
             assert isinstance(message, m.Rollouts)

@@ -31,7 +31,7 @@ def given(folder: Path, **settings: str) -> list[str]:
 def test_a_run_with_vllm_accounts_for_every_token_and_leaves_no_process(tmp_path: Path) -> None:
     arguments = given(tmp_path)
     with started(["run", str(CONFIG), *arguments], tmp_path / "out") as run:
-        wait_for_status(arguments, lambda status: status.steps >= 1)
+        wait_for_status(arguments, lambda status: status.step >= 1)
         processes = descendants(run.pid)
         assert run.wait(TIMEOUT_S) == 0
         assert gone_within(processes, 5) == []
@@ -59,7 +59,7 @@ def test_rollouts_that_a_closed_visit_does_not_need_are_cancelled_in_flight_and_
 def test_a_producer_with_vllm_hands_its_work_back_when_asked_to_leave_and_another_takes_it(tmp_path: Path) -> None:
     arguments = given(tmp_path, run__steps="20")
     with started(["run", str(CONFIG), *arguments], tmp_path / "out") as run:
-        wait_for_status(arguments, lambda status: status.steps >= 1)
+        wait_for_status(arguments, lambda status: status.step >= 1)
         producer = find(run.pid, "producer")
         family = [producer, *descendants(producer)]
         os.kill(producer, signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_a_producer_with_vllm_hands_its_work_back_when_asked_to_leave_and_anothe
 def test_a_producer_with_vllm_that_is_killed_is_started_again(tmp_path: Path) -> None:
     arguments = given(tmp_path, run__steps="20")
     with started(["run", str(CONFIG), *arguments], tmp_path / "out") as run:
-        wait_for_status(arguments, lambda status: status.steps >= 1)
+        wait_for_status(arguments, lambda status: status.step >= 1)
         producer = find(run.pid, "producer")
         family = [producer, *descendants(producer)]
         os.kill(producer, signal.SIGKILL)

@@ -161,6 +161,8 @@ class Session:
 
     async def _leave_when_told(self, leave: trio.Event, scope: trio.CancelScope) -> None:
         await leave.wait()
+        if not self._leaving:  # first, or what goes back would come again at once and use up its attempts
+            await self._link.send(m.Ask(slots=0, version=self._following.version))
         await self._hand_back("producer leaves", Failed, scope)
 
     # --- steps of them ---
