@@ -226,7 +226,9 @@ def make_config(folder: Path, *, spool: bool, prompts: int, payload_bytes: int) 
         "sampling.max_tokens": str(payload_bytes // 8),
         "stream.address": free_address(),
         "stream.spool": str(spool).lower(),
-        "allocation.max_lag": "16",
+        # Batches of 1,024 rollouts, five in flight: a learner asks for one after the other, and is not to be the limit.
+        "allocation.prompts_per_step": "128",
+        "allocation.max_lag": "4",
         "eval.prompts": "1",
         "eval.samples": "1",
         "eval.every_steps": "0",

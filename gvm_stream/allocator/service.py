@@ -17,8 +17,8 @@ from gvm_stream.wire.zmq_trio import ZmqSocket
 
 log = logging.getLogger(__name__)
 
-BATCH = 256
-"""Messages handled per turn."""
+BATCH = 128
+"""Messages handled per turn: the more, the less a rollout costs, and the longer a learner waits for its answer."""
 
 
 async def serve(broker: Broker, socket: ZmqSocket, spool: Spool, stop: trio.Event) -> None:
