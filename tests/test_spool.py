@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from gvm_stream.allocator.spool import Changes, MemorySpool, Payload, Spool, SqliteSpool
+from gvm_stream.allocator.spool import Changes, MemorySpool, PayloadBytes, Spool, SqliteSpool
 
 MIB = 2**20
 
@@ -117,7 +117,7 @@ def test_memory_is_bounded_and_what_is_not_in_it_comes_from_the_disk(
 ) -> None:
     monkeypatch.setattr("gvm_stream.allocator.spool._RECENT_BYTES", 10)
     with opened(path) as spool:
-        payloads: dict[int, Payload] = {work: b"%04d" % work for work in range(20)}
+        payloads: dict[int, PayloadBytes] = {work: b"%04d" % work for work in range(20)}
         spool.commit([Changes(rollouts=list(payloads.items())[:15])])
         spool.commit([Changes(rollouts=list(payloads.items())[15:], forget=[19])])
         del payloads[19]
@@ -220,7 +220,7 @@ class Model(RuleBasedStateMachine):
         self.works = self.steps = self.entries = 0
         self.journal: list[bytes] = []
         self.snapshot: bytes | None = None
-        self.payloads: dict[int, Payload] = {}
+        self.payloads: dict[int, PayloadBytes] = {}
         self.batches: dict[int, tuple[bytes, tuple[int, ...]]] = {}
 
     def open(self) -> Spool:

@@ -1,7 +1,7 @@
 """Payloads in files that only grow, beside the database that knows what is where.
 
 In the database each byte would be written twice, into the log and from there into pages, and go through a checksum of
-SQLite's on the way: three to five times the work. A file goes when nothing in it is needed any more.
+SQLite's on the way. A file goes when nothing in it is needed any more.
 """
 
 from __future__ import annotations

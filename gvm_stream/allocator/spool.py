@@ -65,7 +65,7 @@ def _sealed(content: bytes) -> bytes:
     return xxhash.xxh3_64_digest(content) + content
 
 
-Payload = bytes | memoryview
+PayloadBytes = bytes | memoryview
 """Those that have just come are views of the message that they came in."""
 
 
@@ -74,7 +74,7 @@ class Changes(msgspec.Struct, kw_only=True):
 
     journal: list[bytes] = []
     """Entries, appended."""
-    rollouts: list[tuple[int, Payload]] = []
+    rollouts: list[tuple[int, PayloadBytes]] = []
     """Payload of each work."""
     settled: list[tuple[int, bytes, tuple[int, ...]]] = []
     """Step, batch without payloads, works of its rollouts. Steps grow."""
@@ -100,7 +100,7 @@ class Spool(Protocol):
     def commit(self, turns: Sequence[Changes]) -> None:
         """All of them or, with an error, none."""
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, PayloadBytes]:
         """Payloads of those works that have one."""
 
     def batch(self, step: int) -> bytes | None:
@@ -116,7 +116,7 @@ class MemorySpool:
     """Keeps payloads and batches for as long as the process lives, and nothing to start again from. Never blocks."""
 
     def __init__(self) -> None:
-        self._rollouts: dict[int, Payload] = {}
+        self._rollouts: dict[int, PayloadBytes] = {}
         self._batches: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self._size = 0
 
@@ -134,7 +134,7 @@ class MemorySpool:
                 for step in [step for step in self._batches if step < turn.covered]:
                     self._forget(self._batches.pop(step)[1])
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, PayloadBytes]:
         return {work: self._rollouts[work] for work in works if work in self._rollouts}
 
     def batch(self, step: int) -> bytes | None:
@@ -166,7 +166,7 @@ class SqliteSpool:
         Raises `StreamError` if another process has it, if it is damaged, of another format or cannot be opened.
         """
         self._path = path
-        self._recent: dict[int, Payload] = {}
+        self._recent: dict[int, PayloadBytes] = {}
         self._recent_bytes = 0
         self._payload_bytes = 0
         """Of the payloads that are needed."""
@@ -190,7 +190,7 @@ class SqliteSpool:
         journal: list[bytes] = []
         snapshot: bytes | None = None
         covered = 0
-        stored: dict[int, Payload] = {}
+        stored: dict[int, PayloadBytes] = {}
         forgotten: list[int] = []
         batches: list[tuple[int, str, bytes]] = []
         for turn in turns:
@@ -227,7 +227,7 @@ class SqliteSpool:
         self._payload_bytes += sum(place.length for place in places) - sum(length for _, length in gone)
         self._remember(stored, forgotten)
 
-    def rollouts(self, works: Sequence[int]) -> dict[int, Payload]:
+    def rollouts(self, works: Sequence[int]) -> dict[int, PayloadBytes]:
         found = {work: self._recent[work] for work in works if work in self._recent}
         self._forget_recent(found)
         if len(found) < len(works):
@@ -296,7 +296,7 @@ class SqliteSpool:
                     f"bytes, expected {end})"
                 )
 
-    def _store(self, stored: dict[int, Payload], places: list[Place]) -> None:
+    def _store(self, stored: dict[int, PayloadBytes], places: list[Place]) -> None:
         # Few statements of many rows: at each step of a statement this thread gives up the GIL, and has to wait for it
         # while the event loop is busy.
         rows = [
@@ -320,7 +320,7 @@ class SqliteSpool:
             raise StreamError(f"spool {self._path} cannot be read: it is damaged (a checksum is wrong)")
         return content
 
-    def _remember(self, stored: dict[int, Payload], forgotten: Sequence[int]) -> None:
+    def _remember(self, stored: dict[int, PayloadBytes], forgotten: Sequence[int]) -> None:
         self._forget_recent(stored)
         self._recent.update(stored)
         self._recent_bytes += sum(map(len, stored.values()))
